@@ -1,0 +1,205 @@
+"""Every configuration key, its type and its one default. Imports no torch, vllm or ray.
+
+`mopd.config.load` merges YAML files and ``key=value`` overrides into this tree, refuses unknown
+keys, and checks ranges and contradictions (`mopd.config.checks`). Relative paths are relative to
+the working directory. Units: tokens, seconds (``_s``), GiB (``_gib``), nats.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class RayConfig:
+    """Where Ray runs: null starts it in this process on loopback, 'auto' joins a cluster."""
+
+    address: str | None = None
+    num_cpus: int | None = None
+
+
+@dataclass
+class ParallelConfig:
+    """Megatron layout; the student has dp * tp * pp ranks, experts are spread over ep of them."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+
+@dataclass
+class OptimizerConfig:
+    """Adam with linear warm-up, then `schedule` down to `min_lr` at the run's last step."""
+
+    lr: float = 1e-3
+    min_lr: float = 0.0
+    warmup_steps: int = 10
+    schedule: str = "cosine"  # constant | linear | cosine
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0  # global gradient norm; 0 turns clipping off
+
+
+@dataclass
+class StudentConfig:
+    """The trained model: a Hugging Face checkpoint folder and how Megatron runs it."""
+
+    model: str = MISSING
+    dtype: str = "float32"  # float32 | bfloat16
+    freeze_routers: bool = True
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    micro_batch_size: int = 64  # samples per forward per data-parallel rank
+    kernel: str = "auto"  # auto | triton | torch: who computes the logprobs
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    threads_per_rank: int = 1
+    gpus_per_rank: float = 0.0
+
+
+@dataclass
+class RolloutConfig:
+    """vLLM engines that sample the student."""
+
+    engines: int = 1
+    temperature: float = 1.0
+    max_response_tokens: int = MISSING
+    max_num_seqs: int = 256
+    kv_cache_gib: float = 0.125
+    threads_per_engine: int = 1
+    gpus_per_engine: float = 0.0
+
+
+@dataclass
+class TeacherConfig:
+    """One teacher: either `model` (a server is started and supervised) or `endpoints` (URLs of
+    vLLM servers already running), in which case `model` is the name they must serve, if given."""
+
+    model: str | None = None
+    revision: str | None = None
+    endpoints: list[str] = field(default_factory=list)
+    dtype: str = "float32"
+    replicas: int = 1
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    kv_cache_gib: float = 0.125
+    threads: int = 1
+    gpus: float = 0.0
+    concurrency: int = 64  # requests in flight per server
+    timeout_s: float = 60.0
+    retries: int = 2
+    start_timeout_s: float = 300.0
+    engine_args: dict[str, Any] = field(default_factory=dict)  # further vLLM server arguments
+
+
+@dataclass
+class PromptsConfig:
+    """Where a domain's prompts come from: `jsonl` (a file) or `task` (a reasoning-gym task)."""
+
+    jsonl: str | None = None
+    held_out_jsonl: str | None = None  # else held-out rows are split off by prompt content
+    task: str | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    size: int = 2000  # items generated before duplicates are dropped (task only)
+    seed: int = 0
+    template: str = "{question}"  # rendered from the item's metadata (task only)
+    key_fields: list[str] = field(default_factory=list)  # what makes two items the same item
+    unordered_key: bool = False
+    chat: bool = False  # render through the tokenizer's chat template
+
+
+@dataclass
+class VerifierConfig:
+    """By built-in `name`, or the user's own by `target: package.module:function`."""
+
+    name: str | None = None
+    target: str | None = None
+    args: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 10.0
+
+
+@dataclass
+class DomainConfig:
+    """One domain: its teacher, prompts, verifier and weights."""
+
+    teacher: str = MISSING
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    held_out: int = 200  # prompts kept for evaluation, never trained on
+    verifier: VerifierConfig | None = None
+    alpha: float | None = None  # weight of the ORM advantage; null takes objective.alpha
+    weight: float = 1.0  # share of the prompts drawn
+
+
+@dataclass
+class ObjectiveConfig:
+    """MATH: L = -E[ 1/|y| sum_t w_t A_t log pi ], A = clip(sg[log T - log pi]) + alpha * A_ORM."""
+
+    alpha: float = 0.0
+    orm: str = "grpo"
+    reward: str = "correct"  # correct (exact match) | score (partial credit)
+    icepop_low: float = 0.5
+    icepop_high: float = 5.0
+    advantage_clip: float = 5.0  # on the distillation part, nats; 0 turns it off
+    denominator: str = "response"  # response | kept: does a dropped token stay in |y|
+    aggregation: str = "sequence"
+
+
+@dataclass
+class TrainConfig:
+    """Length of the run and size of a step (samples a step = the product of the last two)."""
+
+    steps: int = MISSING
+    prompts_per_step: int = MISSING
+    samples_per_prompt: int = 4
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+
+
+@dataclass
+class EvaluationConfig:
+    """Greedy answers on every domain's held-out prompts, before, during and after."""
+
+    every: int = 25  # steps between evaluations of the student; 0: only before and after
+    bootstrap: int = 2000
+    seed: int = 0
+
+
+@dataclass
+class FailuresConfig:
+    """How many samples may fail (teacher or rollout) before the run stops."""
+
+    max_masked_fraction: float = 0.1  # of one step's samples
+    max_verifier_failures: float = 0.1  # of one step's samples
+
+
+@dataclass
+class WeightSyncConfig:
+    """The proof after each sync: trainer and engine logprobs on a fixed probe batch."""
+
+    probe_sequences: int = 4
+    max_logprob_error: float = 1e-3  # nats; float32. bfloat16 engines need a wider one
+
+
+@dataclass
+class Config:
+    """The whole tree."""
+
+    name: str = MISSING
+    run_dir: str = "runs"
+    seed: int = 0
+    resume: bool = False  # go on from the run's newest checkpoint
+    ray: RayConfig = field(default_factory=RayConfig)
+    student: StudentConfig = field(default_factory=StudentConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict)
+    domains: dict[str, DomainConfig] = field(default_factory=dict)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    failures: FailuresConfig = field(default_factory=FailuresConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

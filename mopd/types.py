@@ -1,0 +1,83 @@
+"""The data that travels through one training step. All logprobs are natural logs (nats).
+
+    Prompt --rollout--> Rollout --teacher, verifier--> ScoredSample --ORM--> TrainSample
+
+Everything is keyed by an id; nothing is matched by position across processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question of one domain, e.g. ``Prompt("spell/00042", "spell", "spell: cat\\n", ...)``."""
+
+    id: str
+    """Unique within the run: ``DOMAIN/NUMBER``."""
+    domain: str
+    text: str
+    token_ids: tuple[int, ...]
+    """[P] ids as the student's tokenizer made them, special tokens included."""
+    answer: str | None = None
+    """The reference answer, where the domain's verifier wants one."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else the verifier needs (the JSONL row, the reasoning-gym entry)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled answer, as the rollout engine returned it."""
+
+    sample_id: str
+    """``STEP:PROMPT_ID:K``, unique within the run."""
+    prompt: Prompt
+    response_ids: tuple[int, ...]
+    """[R] sampled ids, the end-of-sequence id included when it was sampled."""
+    sampler_logprobs: tuple[float, ...]
+    """[R] log mu of each sampled id under the distribution it was drawn from (temperature in)."""
+    weight_version: int
+    """Version of the student's weights that drew it."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the domain's verifier says of one answer."""
+
+    correct: bool
+    """Exact match."""
+    score: float
+    """In [0, 1]; partial credit where the verifier gives it, else 1.0 or 0.0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A rollout with what its teacher and its verifier said; ``None`` where one of them failed."""
+
+    rollout: Rollout
+    teacher_logprobs: tuple[float, ...] | None
+    """[R] log T of each sampled id by the domain's teacher, or None if scoring failed."""
+    verdict: Verdict | None
+    """None when the domain has no verifier or the verifier failed (see ``failures``)."""
+    failures: tuple[str, ...] = ()
+    """Causes, e.g. ``("teacher: timeout",)``; counted in the metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """What the student trains on: one live sample with every number its loss needs."""
+
+    sample_id: str
+    domain: str
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    teacher_logprobs: tuple[float, ...]
+    orm_advantage: float = 0.0
+    """alpha_domain * A_ORM of the sample's own group; 0 where there is no verdict."""
