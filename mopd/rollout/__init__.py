@@ -1,1 +1,1 @@
-"""TODO"""
+"""Sampling the student with vLLM."""

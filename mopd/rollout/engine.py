@@ -1,0 +1,190 @@
+"""One vLLM engine that samples the student: token ids in, token ids and their logprobs out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mopd.config.schema import RolloutConfig
+from mopd.errors import WeightSyncError
+from mopd.rollout.manifest import checkpoint_manifest, file_manifest, require_same_tensors
+from mopd.types import FinishReason, Prompt, Rollout
+
+_GIB = 2**30
+
+
+def engine_environment(threads: int, *, gpu: bool) -> dict[str, str]:
+    """Environment variables a process needs *before* it imports vLLM."""
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if not gpu:
+        # One process per engine: each further one imports everything again, and threads that
+        # share the cores with the trainer make both an order of magnitude slower.
+        env |= {
+            "OMP_NUM_THREADS": str(threads),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return env
+
+
+class RolloutEngine:
+    """Samples with the student's weights and remembers which version they are.
+
+    Args:
+        model: Hugging Face checkpoint folder (weights of version 0, config, no tokenizer needed).
+        config: engine size; units as in the schema.
+        dtype: ``float32`` or ``bfloat16``.
+        max_model_len: longest prompt + response, tokens.
+        valid_vocab: ids from here on are padding rows of the head and are never sampled.
+        vocab_size: rows of the head.
+        seed: run seed; a sample's own seed comes from it and the sample's id, so that the same
+            sample is drawn whatever engine and batch it lands in.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        config: RolloutConfig,
+        *,
+        dtype: str,
+        max_model_len: int,
+        valid_vocab: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+    ) -> None:
+        gpu = config.gpus_per_engine > 0
+        os.environ.update(engine_environment(config.threads_per_engine, gpu=gpu))
+        import torch
+        from vllm import LLM
+
+        if not gpu:
+            torch.set_num_threads(config.threads_per_engine)
+        self._expected = checkpoint_manifest(model)
+        self._allowed = list(range(valid_vocab)) if valid_vocab < vocab_size else None
+        self._eos = list(eos_token_ids)
+        self._seed = seed
+        self.weight_version = 0
+        memory = (
+            {}
+            if gpu and config.kv_cache_gib <= 0
+            else {"kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB)}
+        )
+        self._llm = LLM(
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            enforce_eager=not gpu,
+            seed=seed,
+            # mu must be the logprob of the distribution that was sampled: temperature included.
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls="mopd.rollout.worker_extension.WorkerExtension",
+            disable_log_stats=True,
+            **memory,
+        )
+
+    def generate(
+        self,
+        requests: Sequence[tuple[str, Prompt]],
+        *,
+        temperature: float,
+        max_tokens: int,
+    ) -> Iterator[list[Rollout]]:
+        """Yield rollouts in groups as they finish, in any order; keyed by sample id.
+
+        ``temperature`` 0 is greedy (its logprobs are then of no use for training).
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._llm.llm_engine
+        waiting: dict[str, Prompt] = {}
+        for sample_id, prompt in requests:
+            params = SamplingParams(
+                temperature=temperature,
+                max_tokens=max_tokens,
+                logprobs=0,
+                seed=None if temperature == 0 else self._sample_seed(sample_id),
+                detokenize=False,
+                stop_token_ids=self._eos,
+                allowed_token_ids=self._allowed,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            engine.add_request(sample_id, {"prompt_token_ids": list(prompt.token_ids)}, params)
+            waiting[sample_id] = prompt
+        while engine.has_unfinished_requests():
+            finished = [
+                self._rollout(output, waiting.pop(output.request_id))
+                for output in engine.step()
+                if output.finished
+            ]
+            if finished:
+                yield finished
+
+    def _sample_seed(self, sample_id: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{sample_id}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big")
+
+    def _rollout(self, output, prompt: Prompt) -> Rollout:  # type: ignore[no-untyped-def]
+        completion = output.outputs[0]
+        ids = tuple(completion.token_ids)
+        logprobs = tuple(
+            entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)
+        )
+        reason: FinishReason = (
+            completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
+        )
+        return Rollout(
+            sample_id=output.request_id,
+            prompt=prompt,
+            response_ids=ids,
+            sampler_logprobs=logprobs,
+            weight_version=self.weight_version,
+            finish_reason=reason,
+        )
+
+    def logprobs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+        """[R] logprobs at temperature 1 of each (prompt ids, response ids)'s response ids."""
+        from vllm import SamplingParams
+
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": [*prompt, *response]} for prompt, response in sequences],
+            SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+            use_tqdm=False,
+        )
+        return [
+            [
+                entry[token].logprob
+                for token, entry in zip(
+                    response, output.prompt_logprobs[len(prompt) :], strict=True
+                )
+            ]
+            for (prompt, response), output in zip(sequences, outputs, strict=True)
+        ]
+
+    def update_weights(self, path: Path, version: int) -> None:
+        """Load version `version` from a safetensors file and forget every cached prefix.
+
+        Raises:
+            WeightSyncError: the file's names or shapes are not the model's (nothing is loaded),
+                or the prefix cache could not be reset.
+        """
+        require_same_tensors(file_manifest(path), self._expected, f"weights version {version}")
+        self.weight_version = -1  # until the new weights are in, the engine holds no version
+        self._llm.collective_rpc("mopd_load_weights", args=(str(path),))
+        # Prefixes cached under the old weights would be reused, silently, by the new ones.
+        if not self._llm.reset_prefix_cache():
+            raise WeightSyncError(
+                f"weights version {version}: the prefix cache could not be reset; "
+                "requests were still running during the update"
+            )
+        self.weight_version = version
