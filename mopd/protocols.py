@@ -1,18 +1,22 @@
 """What the training loop asks of its parts. `mopd.build` decides who answers.
 
-Component folders meet here and in `mopd.build`; they never import each other.
+Component folders meet here and in `mopd.build`; they never import each other. The parts are
+asynchronous because each of them is another process.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mopd.types import Prompt, Rollout, TrainSample, Verdict
 
 Verifier = Callable[[Prompt, str], Verdict]
 """(prompt, answer text) -> Verdict. Raises when it cannot judge; a failure is never a 'wrong'."""
+
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""(prompt ids, response ids) pairs."""
 
 
 class RolloutSource(Protocol):
@@ -21,53 +25,106 @@ class RolloutSource(Protocol):
     def generate(
         self, requests: Sequence[tuple[str, Prompt]], *, temperature: float
     ) -> AsyncIterator[Sequence[Rollout]]:
-        """Yield groups of finished rollouts, in any order, for (sample_id, prompt) requests."""
+        """Yield groups of finished rollouts, in any order, for (sample_id, prompt) requests.
+
+        ``temperature`` 0 is greedy. An id that never comes back is a failed rollout.
+        """
         ...
 
 
 class TeacherScorer(Protocol):
-    """Scores sampled tokens by the teacher of the sample's own domain."""
+    """Scores sampled tokens by the teacher of each sample's own domain."""
 
-    async def score(self, rollout: Rollout) -> tuple[float, ...]:
-        """[R] teacher logprobs of the sampled ids; raises TeacherError past its retries."""
+    async def score(
+        self, rollouts: Sequence[Rollout]
+    ) -> Mapping[str, tuple[float, ...] | TeacherFailed]:
+        """sample id -> [R] teacher logprobs of the sampled ids, or why there are none."""
         ...
+
+
+class Judge(Protocol):
+    """Runs the domains' verifiers."""
+
+    async def judge(self, rollouts: Sequence[Rollout]) -> Mapping[str, Verdict | VerifierFailed]:
+        """sample id -> verdict, or why there is none; domains without a verifier are left out."""
+        ...
+
+
+class TeacherFailed(str):
+    """Why a teacher gave no score, in a few words; counted by cause."""
+
+
+class VerifierFailed(str):
+    """Why a verifier gave no verdict, in a few words; counted by cause."""
 
 
 class Student(Protocol):
     """The trained model, however many ranks it is spread over."""
 
-    def step(self, samples: Sequence[TrainSample]) -> Mapping[str, float]:
-        """One optimizer step on these samples; returns the step's metrics (global, not per rank)."""
+    async def step(self, samples: Sequence[TrainSample], step: int) -> Mapping[str, float]:
+        """One optimizer step on these samples; returns its metrics (global, not per rank)."""
         ...
 
-    def logprobs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], *, temperature: float
-    ) -> list[list[float]]:
-        """Logprobs of each (prompt, response)'s response ids under the current weights."""
+    async def logprobs(self, sequences: Sequences) -> Sequence[Sequence[float]]:
+        """[R] logprobs at temperature 1, over the whole head, of each response's ids."""
         ...
 
-    def export(self, path: Path) -> Mapping[str, Sequence[int]]:
-        """Write the weights as one Hugging Face safetensors file; return name -> shape."""
+    async def export(self, path: Path) -> None:
+        """Write the weights as one Hugging Face safetensors file."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write everything needed to go on from here."""
+    async def save(self, directory: Path) -> None:
+        """Write everything the student needs to go on from here."""
         ...
 
-    def load(self, directory: Path) -> None:
+    async def load(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
+        ...
+
+
+class WeightReceiver(Protocol):
+    """A rollout engine (or all of them) that can take new weights."""
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        """Load `version`; raises WeightSyncError when names or shapes differ."""
+        ...
+
+    async def logprobs(self, sequences: Sequences) -> Sequence[Sequence[Sequence[float]]]:
+        """Per engine, [R] logprobs at temperature 1 of each response's ids."""
         ...
 
 
 class WeightSync(Protocol):
     """Brings the student's weights into the rollout engines and proves that they arrived."""
 
-    def publish(self, version: int) -> Mapping[str, float]:
-        """Returns timings and the largest probe disagreement; raises WeightSyncError."""
+    async def publish(self, version: int) -> Mapping[str, float]:
+        """Returns the largest probe disagreement; raises WeightSyncError past its bound."""
         ...
 
 
 class Evaluator(Protocol):
     """Scores the student on every domain's held-out prompts."""
 
-    def evaluate(self, who: str, step: int) -> Mapping[str, Any]: ...
+    async def evaluate_student(self, step: int) -> Mapping[str, float]:
+        """domain -> greedy exact-match accuracy, in [0, 1]."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Draws prompts by domain weight; its position is part of a checkpoint."""
+
+    def draw(self, n: int) -> list[Prompt]: ...
+
+
+class Observer(Protocol):
+    """Whoever watches the run: display, metrics files, transcripts."""
+
+    def stage(self, name: str) -> None:
+        """What is being worked on or waited for now."""
+        ...
+
+    def step(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[TrainSample]
+    ) -> None: ...
+
+    def warn(self, text: str) -> None: ...

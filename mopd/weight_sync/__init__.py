@@ -1,1 +1,1 @@
-"""TODO"""
+"""From the trainer's weights to the rollout engines', verified."""

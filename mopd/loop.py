@@ -1,0 +1,272 @@
+"""The training loop: multi-teacher on-policy distillation on one page.
+
+    draw prompts -> sample the student -> score by each domain's own teacher, judge by its
+    verifier (both while other samples are still being drawn) -> advantages -> one
+    policy-gradient step -> publish the weights, verified -> now and then evaluate, checkpoint
+
+Source of the algorithm: MiMo-V2-Flash technical report, section 4.4 (MOPD). Which processes do
+the work is not known here: see `mopd.protocols` for what each part must do, `mopd.build` for who
+does it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from mopd.config.schema import Config
+from mopd.errors import FailureBudgetError
+from mopd.objective.orm import group_advantages
+from mopd.protocols import (
+    Evaluator,
+    Judge,
+    Observer,
+    PromptSource,
+    RolloutSource,
+    Student,
+    TeacherFailed,
+    TeacherScorer,
+    VerifierFailed,
+    WeightSync,
+)
+from mopd.types import Prompt, Rollout, ScoredSample, TrainSample
+
+
+@dataclass
+class Parts:
+    """Everything the loop talks to."""
+
+    prompts: PromptSource
+    rollouts: RolloutSource
+    teachers: TeacherScorer
+    judge: Judge
+    student: Student
+    sync: WeightSync
+    evaluator: Evaluator
+    observer: Observer
+    checkpoint: Callable[[int], Awaitable[None]]
+    """Called with the number of finished steps."""
+    stop_requested: Callable[[], bool] = lambda: False
+
+
+async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
+    """Run the steps from `first_step` on; return the number of steps finished.
+
+    Raises:
+        FailureBudgetError: more samples of one step failed than the configuration allows.
+        WeightSyncError: the rollout engines do not hold the trainer's weights.
+    """
+    train_config, every = config.train, config.evaluation.every
+    for step in range(first_step, train_config.steps):
+        timer = StageTimer(parts.observer)
+        prompts = parts.prompts.draw(train_config.prompts_per_step)
+        requests = sample_requests(step, prompts, train_config.samples_per_prompt)
+
+        scored, counts = await collect(parts, requests, config.rollout.temperature, timer)
+        require_within_budget(step, len(requests), counts, config)
+        samples = training_samples(scored, config)
+
+        with timer("train"):
+            metrics = dict(await parts.student.step(samples, step))
+        with timer("sync"):
+            metrics |= await parts.sync.publish(version=step + 1)
+
+        metrics |= reward_metrics(scored) | failure_metrics(len(requests), counts) | timer.metrics()
+        metrics["samples"] = float(len(samples))
+        parts.observer.step(step + 1, metrics, samples)
+
+        done = step + 1
+        last = done == train_config.steps or parts.stop_requested()
+        if every and done % every == 0 and not last:
+            parts.observer.stage("evaluate")
+            await parts.evaluator.evaluate_student(done)
+        if last or (train_config.checkpoint_every and done % train_config.checkpoint_every == 0):
+            parts.observer.stage("checkpoint")
+            await parts.checkpoint(done)
+        if last:
+            return done
+    return max(first_step, train_config.steps)
+
+
+def sample_requests(
+    step: int, prompts: Sequence[Prompt], samples_per_prompt: int
+) -> list[tuple[str, Prompt]]:
+    """(sample id, prompt) for every sample of the step.
+
+    The place in the step is part of the id: a prompt drawn twice in one step (a domain smaller
+    than its share) makes two groups, whose samples must not share an id.
+    """
+    return [
+        (f"{step}:{place}:{prompt.id}:{k}", prompt)
+        for place, prompt in enumerate(prompts)
+        for k in range(samples_per_prompt)
+    ]
+
+
+def group_of(sample_id: str) -> str:
+    """The group (one prompt's samples in one step) that a sample belongs to."""
+    return sample_id.rpartition(":")[0]
+
+
+async def collect(
+    parts: Parts,
+    requests: Sequence[tuple[str, Prompt]],
+    temperature: float,
+    timer: StageTimer,
+) -> tuple[list[ScoredSample], Counter[str]]:
+    """Sample, score and judge. Scoring of the first answers runs while the last are drawn.
+
+    Returns the samples in the order of `requests` (so that a run does not depend on which engine
+    was faster) and the failures by cause. Rollouts that never came back are only in the count.
+    """
+    rollouts: dict[str, Rollout] = {}
+    scoring: list[asyncio.Task[Mapping[str, Any]]] = []
+    judging: list[asyncio.Task[Mapping[str, Any]]] = []
+    try:
+        with timer("generate"):
+            async for group in parts.rollouts.generate(requests, temperature=temperature):
+                rollouts |= {rollout.sample_id: rollout for rollout in group}
+                scoring.append(asyncio.ensure_future(parts.teachers.score(group)))
+                judging.append(asyncio.ensure_future(parts.judge.judge(group)))
+        with timer("score"):
+            scores = merge(await asyncio.gather(*scoring))
+        with timer("judge"):
+            verdicts = merge(await asyncio.gather(*judging))
+    finally:
+        for task in (*scoring, *judging):
+            task.cancel()
+
+    counts: Counter[str] = Counter()
+    samples = []
+    for sample_id, _ in requests:
+        if sample_id not in rollouts:
+            counts["rollout: no answer"] += 1
+            continue
+        score, verdict = scores.get(sample_id), verdicts.get(sample_id)
+        failures = []
+        if score is None or isinstance(score, TeacherFailed):
+            failures.append(f"teacher: {score or 'no answer'}")
+        if isinstance(verdict, VerifierFailed):
+            failures.append(f"verifier: {verdict}")
+        counts.update(failures)
+        samples.append(
+            ScoredSample(
+                rollout=rollouts[sample_id],
+                teacher_logprobs=None if isinstance(score, TeacherFailed) else score,
+                verdict=None if isinstance(verdict, VerifierFailed) else verdict,
+                failures=tuple(failures),
+            )
+        )
+    return samples, counts
+
+
+def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Union of id -> value maps."""
+    return {key: value for part in parts for key, value in part.items()}
+
+
+def training_samples(scored: Sequence[ScoredSample], config: Config) -> list[TrainSample]:
+    """The live samples, each with alpha_domain * A_ORM of its own group.
+
+    A sample without teacher scores is dropped (never scored by another domain's teacher, never
+    zero-filled). One without a verdict keeps its distillation part; its ORM part is 0 and it is
+    no part of its group's baseline.
+    """
+    rewards = [reward_of(sample, config.objective.reward) for sample in scored]
+    groups = [group_of(sample.rollout.sample_id) for sample in scored]
+    advantages = group_advantages(rewards, groups, config.objective.orm)
+    return [
+        TrainSample(
+            sample_id=sample.rollout.sample_id,
+            domain=sample.rollout.prompt.domain,
+            prompt_ids=sample.rollout.prompt.token_ids,
+            response_ids=sample.rollout.response_ids,
+            sampler_logprobs=sample.rollout.sampler_logprobs,
+            teacher_logprobs=sample.teacher_logprobs,
+            orm_advantage=alpha_of(sample.rollout.prompt.domain, config) * advantage,
+        )
+        for sample, advantage in zip(scored, advantages, strict=True)
+        if sample.teacher_logprobs is not None
+    ]
+
+
+def reward_of(sample: ScoredSample, kind: str) -> float | None:
+    """The outcome reward, or None where there is no verdict."""
+    if sample.verdict is None:
+        return None
+    return float(sample.verdict.correct) if kind == "correct" else sample.verdict.score
+
+
+def alpha_of(domain: str, config: Config) -> float:
+    """The domain's own alpha, or the objective's."""
+    own = config.domains[domain].alpha
+    return config.objective.alpha if own is None else own
+
+
+def require_within_budget(step: int, total: int, counts: Counter[str], config: Config) -> None:
+    """Stop, with what was lost and why, when a step loses too much."""
+    for kind, limit, key in (
+        (("rollout", "teacher"), config.failures.max_masked_fraction, "max_masked_fraction"),
+        (("verifier",), config.failures.max_verifier_failures, "max_verifier_failures"),
+    ):
+        lost = {cause: n for cause, n in counts.items() if cause.startswith(kind)}
+        if sum(lost.values()) > limit * total:
+            causes = "\n  ".join(f"{n} x {cause}" for cause, n in sorted(lost.items()))
+            raise FailureBudgetError(
+                f"step {step + 1}: {sum(lost.values())} of {total} samples failed, more than "
+                f"failures.{key} = {limit:g} allows:\n  {causes}\n"
+                "The last checkpoint is intact; mend the cause and go on with resume=true."
+            )
+
+
+def reward_metrics(scored: Sequence[ScoredSample]) -> dict[str, float]:
+    """Per domain: mean partial-credit score, exact-match rate, share of truncated answers."""
+    metrics: dict[str, float] = {}
+    for domain in sorted({sample.rollout.prompt.domain for sample in scored}):
+        own = [sample for sample in scored if sample.rollout.prompt.domain == domain]
+        cut = [sample.rollout.finish_reason == "length" for sample in own]
+        metrics[f"domain/{domain}/truncated"] = sum(cut) / len(own)
+        verdicts = [sample.verdict for sample in own if sample.verdict is not None]
+        if verdicts:
+            metrics[f"domain/{domain}/reward"] = sum(v.correct for v in verdicts) / len(verdicts)
+            metrics[f"domain/{domain}/score"] = sum(v.score for v in verdicts) / len(verdicts)
+    return metrics
+
+
+def failure_metrics(total: int, counts: Counter[str]) -> dict[str, float]:
+    """Failures as a share of the step's samples, and by cause."""
+    metrics = {f"failures/{cause}": float(n) for cause, n in counts.items()}
+    return metrics | {"failures/fraction": sum(counts.values()) / max(total, 1)}
+
+
+@dataclass
+class StageTimer:
+    """Wall seconds of each stage of one step; tells the observer which stage is running."""
+
+    observer: Observer
+    seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def __call__(self, stage: str):  # type: ignore[no-untyped-def]
+        self.observer.stage(stage)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + elapsed
+
+    def metrics(self) -> dict[str, float]:
+        """``time/STAGE_s``, ``time/step_s`` and ``time/other_s`` (what no stage accounts for)."""
+        total = time.perf_counter() - self.started
+        return {
+            **{f"time/{stage}_s": value for stage, value in self.seconds.items()},
+            "time/step_s": total,
+            "time/other_s": total - sum(self.seconds.values()),
+        }
