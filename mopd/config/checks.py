@@ -1,0 +1,481 @@
+"""Ranges, names and contradictions of a loaded configuration, all problems at once.
+
+Reads at most the `config.json` of model folders; imports no torch, vllm or ray. What needs the
+prompts themselves (lengths, leaks, verifiers) is checked by `mopd.data`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from mopd.config.model_files import (
+    ModelLimits,
+    folder_problem,
+    hub_cache_folder,
+    hub_is_offline,
+    is_hub_name,
+    read_model_limits,
+)
+from mopd.config.schema import (
+    Config,
+    DomainConfig,
+    EvaluationConfig,
+    FailuresConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PromptsConfig,
+    RayConfig,
+    RolloutConfig,
+    StudentConfig,
+    TeacherConfig,
+    TrainConfig,
+    VerifierConfig,
+    WeightSyncConfig,
+)
+from mopd.config.wording import listed, nearest
+from mopd.errors import ConfigError, ModelError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds of a number; both included unless `above` (then the lower one is not)."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def problem(self, value: float) -> str | None:
+        if not math.isfinite(value):
+            return f"must be a finite number, got {value}"
+        low_ok = value > self.low if self.above else value >= self.low
+        high_ok = value < self.high if self.below else value <= self.high
+        return None if low_ok and high_ok else f"must be {self}, got {value}"
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.low:g}"
+        if math.isinf(self.high):
+            return low
+        return f"{low} and {'below' if self.below else 'at most'} {self.high:g}"
+
+
+_POSITIVE = Range(0, above=True)
+_COUNT = Range(1)
+_NOT_NEGATIVE = Range(0)
+_FRACTION = Range(0, 1)
+_SEED = Range(0, 2**32 - 1)  # numpy takes no more
+
+RANGES: dict[type, dict[str, Range]] = {
+    Config: {"seed": _SEED},
+    RayConfig: {"num_cpus": _COUNT},
+    ParallelConfig: {"dp": _COUNT, "tp": _COUNT, "pp": _COUNT, "ep": _COUNT, "etp": _COUNT},
+    OptimizerConfig: {
+        "lr": _POSITIVE,
+        "min_lr": _NOT_NEGATIVE,
+        "warmup_steps": _NOT_NEGATIVE,
+        "beta1": Range(0, 1, below=True),
+        "beta2": Range(0, 1, below=True),
+        "eps": _POSITIVE,
+        "weight_decay": _NOT_NEGATIVE,
+        "clip_grad": _NOT_NEGATIVE,
+    },
+    StudentConfig: {
+        "micro_batch_size": _COUNT,
+        "threads_per_rank": _COUNT,
+        "gpus_per_rank": _FRACTION,
+    },
+    RolloutConfig: {
+        "engines": _COUNT,
+        "temperature": _POSITIVE,
+        "max_response_tokens": _COUNT,
+        "max_num_seqs": _COUNT,
+        "kv_cache_gib": _POSITIVE,
+        "threads_per_engine": _COUNT,
+        "gpus_per_engine": _NOT_NEGATIVE,
+    },
+    TeacherConfig: {
+        "replicas": _COUNT,
+        "tensor_parallel_size": _COUNT,
+        "max_model_len": _COUNT,
+        "kv_cache_gib": _POSITIVE,
+        "threads": _COUNT,
+        "gpus": _NOT_NEGATIVE,
+        "concurrency": _COUNT,
+        "timeout_s": _POSITIVE,
+        "retries": _NOT_NEGATIVE,
+        "start_timeout_s": _POSITIVE,
+    },
+    PromptsConfig: {"size": _COUNT, "seed": _SEED},
+    VerifierConfig: {"timeout_s": _POSITIVE},
+    DomainConfig: {"held_out": _NOT_NEGATIVE, "alpha": _NOT_NEGATIVE, "weight": _NOT_NEGATIVE},
+    ObjectiveConfig: {
+        "alpha": _NOT_NEGATIVE,
+        "icepop_low": _FRACTION,
+        "icepop_high": Range(1),
+        "advantage_clip": _NOT_NEGATIVE,
+    },
+    TrainConfig: {
+        "steps": _COUNT,
+        "prompts_per_step": _COUNT,
+        "samples_per_prompt": _COUNT,
+        "checkpoint_every": _COUNT,
+        "keep_checkpoints": _COUNT,
+    },
+    EvaluationConfig: {"every": _NOT_NEGATIVE, "bootstrap": _COUNT, "seed": _SEED},
+    FailuresConfig: {"max_masked_fraction": _FRACTION, "max_verifier_failures": _FRACTION},
+    WeightSyncConfig: {"probe_sequences": _COUNT, "max_logprob_error": _POSITIVE},
+}
+
+VERIFIER_NAMES = ("exact_match", "math_verify", "reasoning_gym")
+GROUP_RELATIVE = ("grpo", "rloo", "dr_grpo")
+"""ORM estimators whose baseline is the group's own mean, so that a group of one gives 0."""
+
+NAMES: dict[type, dict[str, tuple[str, ...]]] = {
+    OptimizerConfig: {"schedule": ("constant", "linear", "cosine")},
+    StudentConfig: {"dtype": ("float32", "bfloat16"), "kernel": ("auto", "triton", "torch")},
+    TeacherConfig: {"dtype": ("float32", "bfloat16", "float16", "auto")},
+    ObjectiveConfig: {
+        "orm": GROUP_RELATIVE,
+        "reward": ("correct", "score"),
+        "denominator": ("response", "kept"),
+        "aggregation": ("sequence",),
+    },
+    VerifierConfig: {"name": VERIFIER_NAMES},
+}
+
+_NAME = re.compile(r"\w[\w.-]*$")
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")
+_STARTED_ONLY = (
+    "revision dtype replicas tensor_parallel_size kv_cache_gib threads gpus engine_args".split()
+)
+_TASK_ONLY = "params size seed template key_fields unordered_key".split()
+_OWN_ENGINE_ARGS = {
+    "model": "model",
+    "revision": "revision",
+    "dtype": "dtype",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "max_model_len": "max_model_len",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+}
+_SERVER_ARGS = ("host", "port", "served_model_name", "uds")
+
+
+def require_valid(config: Config) -> None:
+    """Raise one ConfigError that lists every problem of `check_config`."""
+    if problems := check_config(config):
+        raise ConfigError(listed("the configuration cannot run", problems))
+
+
+def check_config(config: Config) -> list[str]:
+    """Every problem that can be seen without loading anything; empty when there is none."""
+    return [
+        *_values(config, ""),
+        *_run(config),
+        *_teachers(config),
+        *_domains(config),
+        *_objective(config),
+        *_student(config),
+    ]
+
+
+def config_warnings(config: Config) -> list[str]:
+    """What will run but is probably not meant."""
+    found = []
+    used = {domain.teacher for domain in config.domains.values()}
+    for name in config.teachers:
+        if name not in used:
+            found.append(f"teachers.{name}: no domain names it, so it will not be started")
+    for name, teacher in config.teachers.items():
+        if teacher.model and not teacher.endpoints and is_hub_name(teacher.model):
+            if hub_cache_folder(teacher.model) is None and not hub_is_offline():
+                found.append(
+                    f"teachers.{name}.model: {teacher.model!r} is no folder here; it is taken for "
+                    "a Hugging Face hub name and will be downloaded"
+                )
+    drawn = [name for name, domain in config.domains.items() if domain.weight > 0]
+    if 0 < config.train.prompts_per_step < len(drawn):
+        found.append(
+            f"train.prompts_per_step is {config.train.prompts_per_step} for {len(drawn)} domains: "
+            "most steps will have no prompt of some of them"
+        )
+    for name, domain in config.domains.items():
+        if domain.weight == 0:
+            found.append(f"domains.{name}.weight is 0: it is evaluated, never trained on")
+        if domain.held_out == 0 and domain.prompts.held_out_jsonl is None:
+            found.append(f"domains.{name}.held_out is 0: nothing of it can be evaluated")
+        if domain.verifier is None:
+            found.append(f"domains.{name} has no verifier: it has no reward and no score")
+    if config.student.dtype == "bfloat16" and config.weight_sync.max_logprob_error < 1e-2:
+        found.append(
+            f"weight_sync.max_logprob_error is {config.weight_sync.max_logprob_error:g} nats: "
+            "bfloat16 engines differ by more than that from the trainer"
+        )
+    return found
+
+
+def _values(node: Any, path: str) -> Iterator[str]:
+    """Ranges and enumerations of every field below `node`."""
+    ranges, names = RANGES.get(type(node), {}), NAMES.get(type(node), {})
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        key = f"{path}{field.name}"
+        if value is None:
+            continue
+        if field.name in ranges:
+            if problem := ranges[field.name].problem(value):
+                yield f"{key} {problem}"
+        elif field.name in names:
+            if value not in names[field.name]:
+                hint = nearest(value, names[field.name])
+                yield f"{key}: {value!r} is not one of {', '.join(names[field.name])}{hint}"
+        elif dataclasses.is_dataclass(value):
+            yield from _values(value, f"{key}.")
+        elif isinstance(value, dict):
+            for name, each in value.items():
+                if dataclasses.is_dataclass(each):
+                    yield from _values(each, f"{key}.{name}.")
+                else:
+                    yield from _free(each, f"{key}.{name}")
+
+
+def _free(value: Any, key: str) -> Iterator[str]:
+    """Free values (parameters of tasks, verifiers, servers) need only be finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{key} must be a finite number, got {value}"
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _free(each, f"{key}.{name}")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _free(each, f"{key}.{index}")
+
+
+def _run(config: Config) -> Iterator[str]:
+    if not _NAME.match(config.name):
+        yield f"name {config.name!r} names a folder: letters, digits, '_', '-' and '.' only"
+    if not config.run_dir.strip():
+        yield "run_dir is empty"
+    elif Path(config.run_dir).is_file():
+        yield f"run_dir {config.run_dir!r} is a file, expected a folder"
+    optimizer, train = config.student.optimizer, config.train
+    if optimizer.warmup_steps > train.steps:
+        yield (
+            f"student.optimizer.warmup_steps is {optimizer.warmup_steps}, more than train.steps "
+            f"({train.steps}): the learning rate would never be reached"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"student.optimizer.min_lr ({optimizer.min_lr:g}) is above lr ({optimizer.lr:g})"
+
+
+def _teachers(config: Config) -> Iterator[str]:
+    yield from _names(config.teachers, "teachers", "teacher")
+    defaults = TeacherConfig()
+    for name, teacher in config.teachers.items():
+        key = f"teachers.{name}"
+        if not teacher.endpoints:
+            if not teacher.model:
+                yield (
+                    f"{key} has neither model (a checkpoint to serve) nor endpoints "
+                    "(URLs of vLLM servers already running)"
+                )
+            elif problem := _model_problem(teacher.model, teacher.revision):
+                yield f"{key}.model: {problem}"
+        else:
+            for field in _STARTED_ONLY:
+                if getattr(teacher, field) != getattr(defaults, field):
+                    yield (
+                        f"{key}.{field} would have no effect: its servers (endpoints) already "
+                        "run; leave one of the two out"
+                    )
+            for url in teacher.endpoints:
+                if problem := _url_problem(url):
+                    yield f"{key}.endpoints: {url!r} {problem}"
+            bare = [url.rstrip("/") for url in teacher.endpoints]
+            for url in sorted({url for url in bare if bare.count(url) > 1}):
+                yield f"{key}.endpoints: {url} is listed twice"
+        for arg in teacher.engine_args:
+            plain = arg.lstrip("-").replace("-", "_")
+            if plain in _OWN_ENGINE_ARGS:
+                yield f"{key}.engine_args.{arg}: use {key}.{_OWN_ENGINE_ARGS[plain]} for that"
+            elif plain in _SERVER_ARGS:
+                yield f"{key}.engine_args.{arg}: chosen by mopd for each server; leave it out"
+
+
+def _model_problem(model: str, revision: str | None) -> str | None:
+    if not is_hub_name(model):
+        problem = folder_problem(model)
+        if problem is None and revision is not None:
+            return f"{model} is a folder, which has no revision ({revision!r}); leave it out"
+        return problem
+    if hub_is_offline() and hub_cache_folder(model) is None:
+        return (
+            f"{model!r} is no folder here (working directory {Path.cwd()}), is not in the Hugging "
+            "Face cache, and HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids to download it"
+        )
+    return None
+
+
+def _url_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        port_ok = parts.port is None or parts.port > 0
+    except ValueError as error:
+        return f"is not a URL ({error})"
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
+        return "is not a URL such as http://10.0.0.7:8000"
+    if url != url.strip() or parts.query or parts.fragment:
+        return "should end after host, port and path"
+    return None
+
+
+def _domains(config: Config) -> Iterator[str]:
+    if not config.domains:
+        yield "no domains: nothing to train on"
+    elif not any(domain.weight > 0 for domain in config.domains.values()):
+        yield "every domain has weight 0: nothing to train on"
+    yield from _names(config.domains, "domains", "domain")
+    for name, domain in config.domains.items():
+        key = f"domains.{name}"
+        if domain.teacher not in config.teachers:
+            hint = nearest(domain.teacher, config.teachers) or "; no teachers are given"
+            yield f"{key}.teacher: there is no teacher {domain.teacher!r}{hint}"
+        yield from _prompts(domain, key)
+        yield from _verifier(domain, key)
+
+
+def _prompts(domain: DomainConfig, key: str) -> Iterator[str]:
+    prompts, defaults = domain.prompts, PromptsConfig()
+    if prompts.jsonl is not None and prompts.task is not None:
+        yield f"{key}.prompts has both jsonl and task: set one of them to null"
+        return
+    if prompts.jsonl is None and prompts.task is None:
+        yield f"{key}.prompts needs jsonl (a file) or task (a reasoning-gym task)"
+        return
+    if prompts.task is not None:
+        if prompts.held_out_jsonl is not None:
+            yield f"{key}.prompts.held_out_jsonl goes with jsonl, not with task"
+        if domain.held_out >= prompts.size:
+            yield (
+                f"{key}.held_out ({domain.held_out}) leaves nothing of prompts.size "
+                f"({prompts.size}) to train on"
+            )
+        return
+    for field in _TASK_ONLY:
+        if getattr(prompts, field) != getattr(defaults, field):
+            yield f"{key}.prompts.{field} goes with task and has no effect on a jsonl file"
+    for field in ("jsonl", "held_out_jsonl"):
+        file = getattr(prompts, field)
+        if file is not None and not Path(file).is_file():
+            yield f"{key}.prompts.{field}: no such file: {file} (working directory {Path.cwd()})"
+    if prompts.held_out_jsonl is not None and prompts.jsonl is not None:
+        if Path(prompts.held_out_jsonl).resolve() == Path(prompts.jsonl).resolve():
+            yield f"{key}.prompts: jsonl and held_out_jsonl are the same file"
+
+
+def _verifier(domain: DomainConfig, key: str) -> Iterator[str]:
+    verifier = domain.verifier
+    if verifier is None:
+        return
+    if (verifier.name is None) == (verifier.target is None):
+        got = "neither" if verifier.name is None else "both"
+        yield f"{key}.verifier needs either name or target (package.module:function), got {got}"
+    elif verifier.target is not None and not _TARGET.match(verifier.target):
+        yield (
+            f"{key}.verifier.target: {verifier.target!r} is not of the form package.module:function"
+        )
+    elif verifier.name == "reasoning_gym" and domain.prompts.task is None:
+        yield (
+            f"{key}.verifier: reasoning_gym scores its own tasks only, and {key}.prompts names "
+            "no task"
+        )
+
+
+def _objective(config: Config) -> Iterator[str]:
+    objective = config.objective
+    alone = config.train.samples_per_prompt == 1 and objective.orm in GROUP_RELATIVE
+    reasoned = False
+    for name, domain in config.domains.items():
+        inherited = domain.alpha is None
+        alpha = objective.alpha if domain.alpha is None else domain.alpha
+        if not alpha > 0:
+            continue
+        if domain.verifier is None:
+            source = "objective.alpha" if inherited else f"domains.{name}.alpha"
+            yield (
+                f"{source} is {alpha:g}, but domains.{name} has no verifier to reward its "
+                f"answers: give it one, or set domains.{name}.alpha to 0"
+            )
+        elif alone and not reasoned:
+            reasoned = True
+            yield (
+                f"domains.{name} has alpha {alpha:g}, but with train.samples_per_prompt 1 a group "
+                f"is its own baseline and objective.orm {objective.orm!r} is always 0: sample "
+                "2 or more, or set alpha to 0"
+            )
+
+
+def _student(config: Config) -> Iterator[str]:
+    student, layout = config.student, config.student.parallel
+    limits: ModelLimits | None = None
+    if problem := folder_problem(student.model):
+        yield f"student.model: {problem}"
+    else:
+        try:
+            limits = read_model_limits(student.model)
+        except ModelError as error:
+            yield f"student.model: {error}"
+    if min(layout.dp, layout.tp, layout.pp, layout.ep, layout.etp) < 1:
+        return  # already said, with the ranges
+    key = "student.parallel"
+    if (layout.dp * layout.tp) % (layout.ep * layout.etp):
+        yield (
+            f"{key}: ep * etp = {layout.ep * layout.etp} must divide dp * tp = "
+            f"{layout.dp * layout.tp}, the ranks of one pipeline stage over which experts spread"
+        )
+    if limits is None:
+        return
+    where = f"of {student.model}"
+    if limits.num_experts == 0 and (layout.ep > 1 or layout.etp > 1):
+        yield f"{key}: ep {layout.ep}, etp {layout.etp}, but {student.model} has no experts"
+    elif limits.num_experts % layout.ep:
+        yield f"{key}.ep {layout.ep} does not divide the {limits.num_experts} experts {where}"
+    if limits.num_heads % layout.tp:
+        yield f"{key}.tp {layout.tp} does not divide the {limits.num_heads} heads {where}"
+    if limits.num_kv_heads % layout.tp:
+        yield f"{key}.tp {layout.tp} does not divide the {limits.num_kv_heads} KV heads {where}"
+    if limits.num_layers % layout.pp:
+        yield f"{key}.pp {layout.pp} does not divide the {limits.num_layers} layers {where}"
+    if config.rollout.max_response_tokens >= limits.max_position_embeddings:
+        yield (
+            f"rollout.max_response_tokens {config.rollout.max_response_tokens} leaves no room for "
+            f"a prompt in the context {where} ({limits.max_position_embeddings} tokens)"
+        )
+
+
+def _names(entries: Mapping[str, Any], section: str, what: str) -> Iterator[str]:
+    """Names must read as one word, and differ by more than case: they name files and metrics."""
+    seen: dict[str, str] = {}
+    for name in entries:
+        folded = name.strip().casefold()
+        if name != name.strip() or not name:
+            hint = f"; did you mean {name.strip()!r}?" if name.strip() else ""
+            yield f"{section}: the {what} name {name!r} is empty or has blanks around it{hint}"
+        elif not _NAME.match(name):
+            yield (
+                f"{section}: the {what} name {name!r} may hold letters, digits, '_', '-' and '.' "
+                "only, and starts with a letter, a digit or '_'"
+            )
+        if folded in seen:
+            yield (
+                f"{section}: {name!r} and {seen[folded]!r} differ only in case or blanks; "
+                "give them clearly different names"
+            )
+        seen.setdefault(folded, name)
