@@ -192,7 +192,8 @@ class Config:
     name: str = MISSING
     run_dir: str = "runs"
     seed: int = 0
-    resume: bool = False  # go on from the run's newest checkpoint
+    resume: bool = False  # go on from the run's newest checkpoint, if there is one
+    overwrite: bool = False  # remove a run of the same name first
     ray: RayConfig = field(default_factory=RayConfig)
     student: StudentConfig = field(default_factory=StudentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

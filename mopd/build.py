@@ -1,0 +1,171 @@
+"""Composition root: from a configuration to parts that run. Nothing here starts a process.
+
+What can be found wrong without loading a model is found here: configuration, tokenizers, prompts,
+lengths, verifiers (`prepare`). `mopd.run` then starts the processes and hands them to the loop.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mopd.config.checks import require_valid
+from mopd.config.schema import Config
+from mopd.data.mixture import Mixture
+from mopd.data.models_check import ModelLimits, read_model_limits
+from mopd.data.prompts import DomainData, check_lengths, load_domain
+from mopd.data.verifiers import build_verifier, self_check
+from mopd.errors import ConfigError, ModelError
+from mopd.types import Prompt
+from mopd.weight_sync.publish import make_probe
+from mopd_teachers.tokenizer_check import explain_difference, tokenizer_fingerprint
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything known before the first model is loaded."""
+
+    config: Config
+    tokenizer: Any
+    """The student's Hugging Face tokenizer."""
+    limits: ModelLimits
+    """Of the student's checkpoint."""
+    domains: Mapping[str, DomainData]
+    max_model_len: int
+    """Longest prompt plus `rollout.max_response_tokens`, tokens."""
+    eos_token_ids: tuple[int, ...]
+    probe: Sequence[tuple[list[int], list[int]]]
+
+    @property
+    def valid_vocab(self) -> int:
+        """Ids the tokenizer knows; rows of the head past them are padding and never sampled."""
+        return len(self.tokenizer)
+
+    def mixture(self) -> Mixture:
+        """The prompts of every domain, at their start."""
+        return Mixture(
+            {name: data.train for name, data in self.domains.items()},
+            {name: domain.weight for name, domain in self.config.domains.items()},
+            self.config.seed,
+        )
+
+    def held_out(self) -> dict[str, Sequence[Prompt]]:
+        """Domain -> prompts never trained on."""
+        return {name: data.held_out for name, data in self.domains.items()}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of a response without special tokens."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
+
+
+def prepare(config: Config) -> Prepared:
+    """Check everything that needs no model, and read the prompts.
+
+    Raises:
+        ConfigError, DataError, ModelError: naming the key, file, row or checkpoint, and what to do.
+    """
+    require_valid(config)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run never fetches anything by itself
+    student = Path(config.student.model)
+    tokenizer = load_tokenizer(student)
+    local_teachers = {
+        name: Path(teacher.model)
+        for name, teacher in config.teachers.items()
+        if teacher.model is not None and not teacher.endpoints
+    }
+    require_same_tokenizer(student, local_teachers)
+    limits = read_model_limits(student)
+    if limits.vocab_size < len(tokenizer):
+        raise ModelError(
+            f"{student}: the tokenizer has {len(tokenizer)} ids but the model only "
+            f"{limits.vocab_size} rows (vocab_size in config.json)"
+        )
+    domains = {
+        name: load_domain(name, domain, tokenizer) for name, domain in config.domains.items()
+    }
+    context = {f"student {student}": limits.max_position_embeddings} | {
+        f"teacher {name}": config.teachers[name].max_model_len
+        or read_model_limits(path).max_position_embeddings
+        for name, path in local_teachers.items()
+    }
+    check_lengths(domains, config.rollout.max_response_tokens, context)
+    for name, domain in config.domains.items():
+        verifier = build_verifier(domain.verifier, name, domain.prompts)
+        if verifier is not None:
+            self_check(verifier, domains[name].held_out, name)
+    prompts = [p.token_ids for data in domains.values() for p in (*data.train, *data.held_out)]
+    response = config.rollout.max_response_tokens
+    return Prepared(
+        config=config,
+        tokenizer=tokenizer,
+        limits=limits,
+        domains=domains,
+        max_model_len=max(map(len, prompts)) + response,
+        eos_token_ids=end_of_sequence_ids(tokenizer, student),
+        probe=make_probe(
+            prompts,
+            config.weight_sync.probe_sequences,
+            response,
+            len(tokenizer),
+            config.seed,
+        ),
+    )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The checkpoint's tokenizer, loaded once for the whole run.
+
+    Raises:
+        ModelError: there is none, or transformers cannot read it.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder}: no readable tokenizer ({error}); expected tokenizer.json and "
+            "tokenizer_config.json beside the weights"
+        ) from error
+
+
+def require_same_tokenizer(student: Path, teachers: Mapping[str, Path]) -> None:
+    """Ids travel between student and teachers, so their tokenizers must agree by content.
+
+    Raises:
+        ModelError: naming the teacher and the first tokens that differ.
+    """
+    own = tokenizer_fingerprint(student)
+    faults = [
+        f"teacher {name} ({path}): {difference}"
+        for name, path in teachers.items()
+        if (difference := explain_difference(own, tokenizer_fingerprint(path))) is not None
+    ]
+    if faults:
+        raise ModelError(
+            f"the tokenizer of the student ({student}) is not that of every teacher, so that "
+            "token ids would mean other tokens there:\n  " + "\n  ".join(faults)
+        )
+
+
+def end_of_sequence_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:
+    """Ids that end an answer: the tokenizer's and those of generation_config.json.
+
+    Raises:
+        ConfigError: there is none, so that no answer would ever end by itself.
+    """
+    from transformers import GenerationConfig
+
+    ids = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    if (folder / "generation_config.json").exists():
+        more = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids |= set(more if isinstance(more, list) else [] if more is None else [more])
+    if not ids:
+        raise ConfigError(
+            f"{folder}: neither the tokenizer nor generation_config.json names an end-of-sequence "
+            "token; every answer would run to rollout.max_response_tokens"
+        )
+    return tuple(sorted(ids))

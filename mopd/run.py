@@ -1,0 +1,340 @@
+"""One training run from its configuration to its report.
+
+prepare (no process) -> start teachers, engines and ranks together -> prove that engines and ranks
+hold the same weights -> evaluate base and teachers -> the loop -> evaluate the student -> report.
+Ctrl-C ends the step in hand, saves, and leaves no process behind; a second one ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mopd.build import Prepared
+from mopd.checkpoints import Checkpoint, find_checkpoints, save_checkpoint
+from mopd.config.load import save_config
+from mopd.config.schema import Config
+from mopd.errors import ConfigError, ModelError
+from mopd.evaluation.evaluators import HeldOutEvaluator
+from mopd.evaluation.metrics import build_retention, write_retention
+from mopd.evaluation.report import write_report
+from mopd.loop import Parts, train
+from mopd.observe.metrics import MetricsWriter
+from mopd.observe.progress import Progress
+from mopd.observe.transcripts import TranscriptWriter
+from mopd.runtime.cluster import ray_cluster
+from mopd.runtime.judge_pool import JudgePool
+from mopd.runtime.rollout_pool import RolloutPool
+from mopd.runtime.startup import Startup
+from mopd.runtime.student_group import StudentGroup
+from mopd.runtime.teacher_fleet import TeacherFleet
+from mopd.types import TrainSample
+from mopd.weight_sync.publish import VerifiedWeightSync
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    run_dir: Path
+    steps: int
+    """Finished steps."""
+    retention: Mapping[str, Any] | None
+    """What retention.json holds; None when the run was stopped before its last step."""
+    report: Path | None
+
+
+def open_run_dir(config: Config) -> tuple[Path, Checkpoint | None]:
+    """The run's folder, and the checkpoint to go on from.
+
+    Raises:
+        ConfigError: the folder holds a run and neither `resume` nor `overwrite` was asked for.
+    """
+    run_dir = Path(config.run_dir) / config.name
+    if run_dir.exists() and any(run_dir.iterdir()):
+        if config.overwrite:
+            shutil.rmtree(run_dir)
+        elif not config.resume:
+            raise ConfigError(
+                f"{run_dir} already holds a run; go on with it by resume=true, replace it by "
+                "overwrite=true, or give this one another name=..."
+            )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    checkpoints = find_checkpoints(run_dir)
+    return run_dir, checkpoints[-1] if checkpoints else None
+
+
+def run_training(prepared: Prepared, progress: Progress) -> Outcome:
+    """Run `mopd train`; see the module's text.
+
+    Raises:
+        MopdError: anything wrong that a user can mend; its text says what and how.
+        KeyboardInterrupt: stopped a second time, or before the first step.
+    """
+    run_dir, checkpoint = open_run_dir(prepared.config)
+    save_config(prepared.config, run_dir / "config.yaml")
+    for name, data in prepared.domains.items():
+        progress.note(f"domain {name}: {data.describe()}")
+    if checkpoint is not None:
+        progress.note(f"going on from {checkpoint.path}")
+    return asyncio.run(_run(prepared, progress, run_dir, checkpoint))
+
+
+async def _run(
+    prepared: Prepared, progress: Progress, run_dir: Path, checkpoint: Checkpoint | None
+) -> Outcome:
+    config = prepared.config
+    stop = StopOnSignal(progress)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(stop)
+        progress.waiting({"ray"})
+        stack.enter_context(ray_cluster(config))
+        system = await System.start(prepared, progress, run_dir, stack)
+        return await system.run(checkpoint, stop)
+
+
+class System:
+    """The started parts of one run."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        progress: Progress,
+        run_dir: Path,
+        student: StudentGroup,
+        engines: RolloutPool,
+        teachers: TeacherFleet,
+        judge: JudgePool,
+    ) -> None:
+        self._prepared, self._progress, self._run_dir = prepared, progress, run_dir
+        self._config = prepared.config
+        self._student, self._engines = student, engines
+        self._teachers, self._judge = teachers, judge
+        self._sync = VerifiedWeightSync(
+            student,
+            engines,
+            prepared.probe,
+            max_logprob_error=self._config.weight_sync.max_logprob_error,
+        )
+        self._evaluator = HeldOutEvaluator(
+            prepared.held_out(), engines, teachers.answers, judge, run_dir
+        )
+        self._mixture = prepared.mixture()
+
+    @classmethod
+    async def start(
+        cls, prepared: Prepared, progress: Progress, run_dir: Path, stack: AsyncExitStack
+    ) -> System:
+        """Start every process at once and wait until all of them answer."""
+        config = prepared.config
+        layout, student_config = config.student.parallel, config.student
+        startup = Startup(progress.waiting, progress.note)
+        judge = JudgePool(config.domains, prepared.decode)
+        teachers = TeacherFleet(config, prepared, run_dir / "logs")
+        stack.push_async_callback(teachers.close)
+        engines = RolloutPool(config.rollout)
+        student = StudentGroup(
+            layout.dp * layout.tp * layout.pp,
+            threads=student_config.threads_per_rank,
+            gpus=student_config.gpus_per_rank,
+        )
+
+        async def start_judge() -> None:
+            with startup.waiting("verifiers"):
+                await judge.ready()
+
+        await _all_or_first_error(
+            start_judge(),
+            teachers.start(startup),
+            engines.build(
+                startup,
+                model=Path(student_config.model),
+                config=config.rollout,
+                dtype=student_config.dtype,
+                max_model_len=prepared.max_model_len,
+                valid_vocab=prepared.valid_vocab,
+                vocab_size=prepared.limits.vocab_size,
+                eos_token_ids=prepared.eos_token_ids,
+                seed=config.seed,
+            ),
+            student.build(
+                startup,
+                config=student_config,
+                objective=config.objective,
+                domains=list(config.domains),
+                total_steps=config.train.steps,
+                temperature=config.rollout.temperature,
+                valid_vocab=prepared.valid_vocab,
+                pad_id=prepared.eos_token_ids[0],
+                seed=config.seed,
+            ),
+        )
+        return cls(prepared, progress, run_dir, student, engines, teachers, judge)
+
+    async def run(self, checkpoint: Checkpoint | None, stop: StopOnSignal) -> Outcome:
+        """Everything from the first proof of equal weights to the report."""
+        config, progress = self._config, self._progress
+        progress.stage("verify weights")
+        await self._sync.verify(0)  # ranks and engines have both loaded student.model
+        progress.stage("evaluate base and teachers")
+        base = await self._evaluator.student_answers(0)
+        teacher = await self._evaluator.teacher_answers()
+        for line in self._warnings(base, teacher):
+            progress.warn(line)
+
+        first_step = 0
+        if checkpoint is not None:
+            progress.stage("resume")
+            first_step = checkpoint.step
+            self._mixture.load_state_dict(checkpoint.prompts_state())
+            await self._student.load(checkpoint.student)
+            await self._sync.publish(version=first_step)
+            self._evaluator.forget_after(first_step)
+
+        with MetricsWriter(self._run_dir, resume_step=first_step) as writer:
+            transcripts = TranscriptWriter(self._run_dir, resume_step=first_step)
+            progress.begin(first_step)
+            stop.finish_step_first = True
+            done = await train(
+                Parts(
+                    prompts=self._mixture,
+                    rollouts=self._engines,
+                    teachers=self._teachers,
+                    judge=self._judge,
+                    student=self._student,
+                    sync=self._sync,
+                    evaluator=self._evaluator,
+                    observer=RunObserver(self, writer, transcripts),
+                    checkpoint=self._checkpoint,
+                    stop_requested=lambda: stop.requested,
+                ),
+                config,
+                first_step,
+            )
+            stop.finish_step_first = False
+        if done < config.train.steps:
+            progress.note(
+                f"stopped after step {done} of {config.train.steps}, saved; the same command with "
+                "resume=true goes on from there"
+            )
+            return Outcome(self._run_dir, done, None, write_report(self._run_dir))
+        progress.stage("evaluate student")
+        student = await self._evaluator.student_answers(done)
+        retention = build_retention(
+            {"base": base, "teacher": teacher, "student": student},
+            replicates=config.evaluation.bootstrap,
+            seed=config.evaluation.seed,
+            majority={
+                name: data.majority_baseline
+                for name, data in self._prepared.domains.items()
+                if data.majority_baseline is not None
+            },
+        )
+        write_retention(retention, self._run_dir / "retention.json")
+        progress.stage("save student")
+        await self._student.save_hf(self._run_dir / "student")
+        return Outcome(self._run_dir, done, retention, write_report(self._run_dir))
+
+    async def _checkpoint(self, step: int) -> None:
+        await save_checkpoint(
+            self._run_dir,
+            step,
+            self._student.save,
+            self._mixture.state_dict(),
+            keep=self._config.train.keep_checkpoints,
+        )
+
+    def _warnings(self, base: Any, teacher: Any) -> list[str]:
+        """A teacher no better than the base pulls the student down; a base near 0 cannot learn."""
+        lines = []
+        for name in base:
+            pairs = [
+                (b.correct, t.correct)
+                for b, t in zip(base[name], teacher[name], strict=True)
+                if b.correct is not None and t.correct is not None
+            ]
+            if not pairs:
+                continue
+            b = sum(x for x, _ in pairs) / len(pairs)
+            t = sum(x for _, x in pairs) / len(pairs)
+            if t <= b:
+                lines.append(
+                    f"domain {name}: its teacher answers {t:.1%} of the held-out prompts, the base "
+                    f"{b:.1%}: distillation will pull the student down to it"
+                )
+            elif b < 0.05:
+                lines.append(
+                    f"domain {name}: the base answers {b:.1%}: a student that never succeeds "
+                    "learns slowly, if at all, from its own samples"
+                )
+        return lines
+
+
+class RunObserver:
+    """The loop's `Observer`: live display, metrics files and transcripts in one."""
+
+    def __init__(
+        self, system: System, metrics: MetricsWriter, transcripts: TranscriptWriter
+    ) -> None:
+        self._system, self._metrics, self._transcripts = system, metrics, transcripts
+
+    def stage(self, name: str) -> None:
+        self._system._progress.stage(name)
+
+    def step(
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[TrainSample]
+    ) -> None:
+        everything = dict(metrics) | self._system._teachers.metrics()
+        self._metrics.write(step, everything)
+        self._system._progress.step(step, everything)
+
+    def warn(self, text: str) -> None:
+        self._system._progress.warn(text)
+
+
+class StopOnSignal:
+    """SIGINT and SIGTERM: the first asks the loop to stop, or ends what is not the loop."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.requested = False
+        self.finish_step_first = False
+        """True while the loop runs: a step in hand is worth finishing and saving."""
+
+    def __enter__(self) -> StopOnSignal:
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.add_signal_handler(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._loop.remove_signal_handler(number)
+
+    def _on_signal(self) -> None:
+        if self.finish_step_first and not self.requested:
+            self.requested = True
+            self._progress.note("stopping: finishing this step and saving; again to stop at once")
+        elif self._task is not None:
+            self._progress.note("stopping now")
+            self._task.cancel()
+
+
+async def _all_or_first_error(*parts: Any) -> None:
+    """Run all; at the first error cancel the rest and raise it."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,126 @@
+"""Verifiers in a process of their own: slow or crashing user code cannot stop the run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import ray
+
+from mopd.config.schema import DomainConfig
+from mopd.data.verifiers import build_verifier
+from mopd.protocols import VerifierFailed
+from mopd.types import Prompt, Rollout, Verdict
+
+_CHUNK_S = 0.2
+"""Verdicts travel in chunks of about this long: one message a verdict costs more than it."""
+
+Outcome = tuple[str, Verdict | VerifierFailed]
+
+
+@ray.remote
+class JudgeActor:
+    """Builds the domains' verifiers and runs them one answer after another."""
+
+    def __init__(self, domains: Mapping[str, DomainConfig], working_directory: str) -> None:
+        os.chdir(working_directory)  # a user's `package.module:function` is found from there
+        sys.path.insert(0, working_directory)
+        self._verifiers = {
+            name: build_verifier(domain.verifier, name, domain.prompts)
+            for name, domain in domains.items()
+            if domain.verifier is not None
+        }
+
+    def ready(self) -> None:
+        """Returns once the verifiers are built; raises what building them raised."""
+
+    def judge(
+        self, items: Sequence[tuple[str, Prompt, str]], chunk_s: float
+    ) -> Iterator[list[Outcome]]:
+        """Yield (sample id, verdict) chunks in the order of `items`."""
+        chunk: list[Outcome] = []
+        sent = time.monotonic()
+        for sample_id, prompt, answer in items:
+            verifier = self._verifiers[prompt.domain]
+            try:
+                assert verifier is not None
+                outcome: Verdict | VerifierFailed = verifier(prompt, answer)
+            except Exception as error:
+                # A verifier that could not judge has not judged: this is never a wrong answer.
+                outcome = VerifierFailed(f"{type(error).__name__}: {error}"[:200])
+            chunk.append((sample_id, outcome))
+            if time.monotonic() - sent >= chunk_s:
+                yield chunk
+                chunk, sent = [], time.monotonic()
+        if chunk:
+            yield chunk
+
+
+class JudgePool:
+    """`mopd.protocols.Judge`: a deadline for every verdict, a fresh worker after each miss."""
+
+    def __init__(
+        self, domains: Mapping[str, DomainConfig], decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        self._domains = {n: d for n, d in domains.items() if d.verifier is not None}
+        self._decode = decode
+        self._lock = asyncio.Lock()  # one batch at a time, or waiting would eat the deadline
+        self._actor = self._start()
+
+    def _start(self):  # type: ignore[no-untyped-def]
+        return JudgeActor.options(num_cpus=1).remote(self._domains, os.getcwd())  # type: ignore[attr-defined]
+
+    async def ready(self) -> None:
+        """Returns once every verifier is built."""
+        await self._actor.ready.remote()
+
+    async def judge(self, rollouts: Sequence[Rollout]) -> Mapping[str, Verdict | VerifierFailed]:
+        """Verdicts of the rollouts whose domain has a verifier, keyed by sample id."""
+        items = [
+            (r.sample_id, r.prompt, self._decode(r.response_ids))
+            for r in rollouts
+            if r.prompt.domain in self._domains
+        ]
+        outcomes: dict[str, Verdict | VerifierFailed] = {}
+        chunk_s = _CHUNK_S
+        async with self._lock:
+            while items:
+                done, timed_out = await self._run(items, chunk_s)
+                outcomes |= done
+                items = [item for item in items if item[0] not in done]
+                if timed_out and chunk_s == 0:
+                    # One by one, the first without a verdict is the one that hangs.
+                    sample_id, prompt, _ = items.pop(0)
+                    limit = self._timeout(prompt.domain)
+                    outcomes[sample_id] = VerifierFailed(f"no verdict after {limit:g} s")
+                    chunk_s = _CHUNK_S
+                elif timed_out:
+                    chunk_s = 0.0
+        return outcomes
+
+    def _timeout(self, domain: str) -> float:
+        verifier = self._domains[domain].verifier
+        assert verifier is not None
+        return verifier.timeout_s
+
+    async def _run(
+        self, items: Sequence[tuple[str, Prompt, str]], chunk_s: float
+    ) -> tuple[dict[str, Verdict | VerifierFailed], bool]:
+        """(verdicts, whether the worker missed a deadline and was replaced)."""
+        deadline = chunk_s + max(self._timeout(prompt.domain) for _, prompt, _ in items)
+        done: dict[str, Verdict | VerifierFailed] = {}
+        await self._actor.ready.remote()  # a fresh worker's start is not the verifier's time
+        stream = self._actor.judge.options(num_returns="streaming").remote(items, chunk_s)
+        while True:
+            try:
+                reference = await asyncio.wait_for(anext(stream), deadline)
+                done |= dict(await reference)
+            except StopAsyncIteration:
+                return done, False
+            except (TimeoutError, ray.exceptions.ActorDiedError):
+                ray.kill(self._actor)
+                self._actor = self._start()
+                return done, True

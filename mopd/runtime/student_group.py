@@ -1,0 +1,98 @@
+"""The Megatron student as a group of Ray actors, one rank each."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mopd.protocols import Sequences
+from mopd.runtime.startup import Startup
+from mopd.types import TrainSample
+
+
+@ray.remote
+class StudentActor:
+    """One rank. The class it wraps knows nothing of Ray."""
+
+    def address(self) -> tuple[str, int]:
+        """(host, free port) for rank 0 to meet the others at."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return host, probe.getsockname()[1]
+
+    def build(self, **arguments: Any) -> None:
+        """Join the process group and build this rank's shard of the model."""
+        from mopd.student.trainer import StudentRank
+
+        self._rank = StudentRank(**arguments)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Every rank makes the same calls in the same order: they hold collectives."""
+        return getattr(self._rank, method)(*arguments, **named)
+
+
+class StudentGroup:
+    """`mopd.protocols.Student` over the actors of every rank."""
+
+    def __init__(self, world_size: int, *, threads: int, gpus: float) -> None:
+        environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        self._actors = [
+            StudentActor.options(  # type: ignore[attr-defined]
+                num_cpus=threads,
+                num_gpus=gpus,
+                runtime_env={"env_vars": environment},
+            ).remote()
+            for _ in range(world_size)
+        ]
+
+    async def build(self, startup: Startup, **arguments: Any) -> None:
+        """Build every rank; returns when all of them hold their weights."""
+        world_size = len(self._actors)
+        with startup.waiting(f"student ({world_size} ranks)"):
+            host, port = await self._actors[0].address.remote()
+            await self._all(
+                lambda rank, actor: actor.build.remote(
+                    rank=rank,
+                    world_size=world_size,
+                    master_addr=host,
+                    master_port=port,
+                    **arguments,
+                )
+            )
+
+    async def step(self, samples: Sequence[TrainSample], step: int) -> Mapping[str, float]:
+        return await self._call("step", list(samples), step)
+
+    async def logprobs(self, sequences: Sequences) -> Sequence[Sequence[float]]:
+        return await self._call("logprobs", list(sequences), temperature=1.0)
+
+    async def export(self, path: Path) -> None:
+        await self._call("export", path)
+
+    async def save(self, directory: Path) -> None:
+        await self._call("save", directory)
+
+    async def save_hf(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint folder."""
+        await self._call("save_hf", directory)
+
+    async def load(self, directory: Path) -> None:
+        await self._call("load", directory)
+
+    async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        shared = [ray.put(argument) for argument in arguments]
+        results = await self._all(
+            lambda _, actor: actor.call.remote(method, *shared, **named)
+        )
+        return results[0]
+
+    async def _all(self, submit: Any) -> list[Any]:
+        # gather raises at the first failing rank; the others may hang in a collective and are
+        # ended with the run.
+        return await asyncio.gather(*(submit(r, actor) for r, actor in enumerate(self._actors)))
