@@ -1,0 +1,189 @@
+"""The display of a run: what it shows, and that it never ends a run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import threading
+import time
+
+import pytest
+from rich.file_proxy import FileProxy
+
+from mopd.observe.progress import Progress, duration, robust_mean
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError("nobody reads this")
+
+
+def metrics(step_s: float = 2.0) -> dict:
+    return {
+        "time/step_s": step_s,
+        "samples_per_s": 96.4,
+        "tokens_per_s": 1530.0,
+        "mask_fraction": 0.0021,
+        "domain/spell/reward": 0.81,
+        "domain/spell/reverse_kl": 0.0321,
+        "domain/sum/reward": 0.5,
+        "domain/sum/reverse_kl": None,
+    }
+
+
+def plain(**kw) -> tuple[Progress, io.StringIO]:
+    out = io.StringIO()
+    return Progress(100, ["spell", "sum"], file=out, **kw), out
+
+
+def test_plain_step_line_shows_everything_at_once():
+    progress, out = plain(min_interval_s=0.0)
+    with progress:
+        progress.step(10, metrics())
+    assert out.getvalue() == (
+        "step 10/100 | ETA 3 min 00 s | 96 samples/s | 1,530 tokens/s | masked 0.21% | "
+        "spell: reward 0.810 KL 0.0321 | sum: reward 0.500 KL –\n"
+    )
+
+
+def test_plain_lines_are_throttled_but_the_last_step_always_shows():
+    progress, out = plain(min_interval_s=60.0)
+    with progress:
+        for step in range(1, 101):
+            progress.step(step, metrics())
+    assert [line.split(" |")[0] for line in out.getvalue().splitlines()] == [
+        "step 1/100", "step 100/100"
+    ]  # fmt: skip
+
+
+def test_waiting_says_for_whom_and_who_became_ready():
+    progress, out = plain()
+    with progress:
+        progress.waiting({"teacher sum", "teacher spell"})
+        progress.waiting({"teacher sum"})
+        progress.waiting(set())
+    assert out.getvalue().splitlines() == [
+        "waiting for: teacher spell (0 s), teacher sum (0 s)",
+        "ready: teacher spell (0 s)",
+        "waiting for: teacher sum (0 s)",
+        "ready: teacher sum (0 s)",
+    ]
+
+
+def test_silence_is_broken_while_something_is_waited_for():
+    progress, out = plain(heartbeat_s=0.1)
+    with progress:
+        progress.waiting({"teacher spell"})
+        deadline = time.monotonic() + 5
+        while out.getvalue().count("waiting for") < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        progress.waiting(set())
+        progress.stage("evaluate")
+        progress.evaluation("student spell", 3, 200)
+        while "now: evaluate" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert out.getvalue().count("waiting for: teacher spell") >= 3
+    assert "now: evaluate (0 s) student spell 3/200" in out.getvalue()
+    assert "progress" not in {t.name for t in threading.enumerate()}
+
+
+def test_eta_is_not_moved_by_one_slow_step():
+    progress, _ = plain()
+    assert progress.eta_s() is None
+    with progress:
+        for step in range(1, 21):
+            progress.step(step, {"time/step_s": 300.0 if step == 15 else 2.0})
+    assert progress.eta_s() == pytest.approx(80 * 2.0)
+    assert robust_mean([5.0]) == 5.0
+
+
+def test_without_a_step_time_the_clock_is_used():
+    progress, _ = plain()
+    clock = [0.0]
+    progress._now = lambda: clock[0]
+    with progress:
+        for step in (1, 2, 3):
+            clock[0] += 4.0
+            progress.step(step, {})
+            assert progress.eta_s() == (None if step == 1 else 4.0 * (100 - step))
+
+
+def test_live_display_shows_bar_domains_and_stage():
+    out = Terminal()
+    with Progress(100, ["spell", "[x]"], file=out) as progress:
+        progress.waiting({"teacher spell"})
+        progress._live.refresh()
+        progress.waiting(set())
+        progress.stage("generate")
+        progress.step(10, metrics())
+        progress.note("saved [1]")
+        progress.warn("a metric was not finite")
+        progress._live.refresh()
+    text = out.getvalue()
+    for part in ("waiting for: teacher spell", "step 10/100", "1,530 tokens/s", "reverse KL",
+                 "0.0321", "[x]", "now: generate", "saved [1]", "warning: a metric"):
+        assert part in text, part
+
+
+def test_a_terminal_that_goes_away_does_not_end_the_run(caplog):
+    for out in (Broken(), type("B", (Broken, Terminal), {})()):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), Progress(10, ["spell"], file=out) as progress:
+            progress.waiting({"teacher"})
+            for step in range(1, 4):
+                progress.step(step, metrics())
+            progress.note("x")
+        assert not isinstance(sys.stdout, FileProxy)
+        assert caplog.text.count("progress display failed") == 1
+
+
+def test_nonsense_metrics_do_not_end_the_run(caplog):
+    for out in (io.StringIO(), Terminal()):
+        with Progress(10, ["spell"], file=out, min_interval_s=0) as progress:
+            progress.step(1, {"samples_per_s": "fast", "time/step_s": 1.0})
+            if progress._live is not None:
+                progress._live.refresh()
+            progress.step(2, metrics())
+        assert not isinstance(sys.stdout, FileProxy)
+    assert "progress display failed" in caplog.text
+
+
+def test_the_run_s_own_error_passes_through():
+    with pytest.raises(KeyboardInterrupt), plain()[0]:
+        raise KeyboardInterrupt
+
+
+def test_many_threads_at_once_on_a_live_display_do_not_lock_up():
+    """rich draws under its lock what we change under ours: see the module's docstring."""
+    out = Terminal()
+    progress = Progress(1000, ["spell"], file=out)
+
+    def work(k: int) -> None:
+        for step in range(60):
+            progress.step(step, metrics())
+            progress.note(f"thread {k} step {step}")
+            progress.waiting({f"t{k}"} if step % 2 else set())
+            progress._live.refresh()
+
+    with progress:
+        threads = [threading.Thread(target=work, args=(k,), daemon=True) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=20)
+            assert not thread.is_alive(), "the display locked up"
+    assert not progress._broken
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (-3, "0 s")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
