@@ -65,8 +65,8 @@ def group_advantages(
             continue
         if not math.isfinite(reward):
             raise DataError(
-                f"reward of sample {index} (group {group!r}) is {reward}; expected a finite number, "
-                "or None where the verifier could not judge. Look at that domain's verifier."
+                f"reward of sample {index} (group {group!r}) is {reward}; expected a finite "
+                "number, or None where the verifier could not judge. Look at that domain's verifier."
             )
         members.setdefault(group, []).append(index)
     by_group = [
