@@ -1,0 +1,185 @@
+"""From samples to micro-batches: who computes what, in which shape. Pure, the same on every rank.
+
+Legend: B rows of a micro-batch on one rank, S positions, R response positions, N response tokens.
+Prompt [p0 p1 p2] and response [r0 r1] become one right-padded row of inputs and a gather:
+
+    inputs   p0 p1 p2 r0 (pad)          the last token is never an input: nothing is predicted
+    targets        r0 r1                from it; r_k is predicted at position P - 1 + k
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mopd.types import TrainSample
+
+
+@dataclass(frozen=True)
+class MicrobatchPlan:
+    """One micro-batch index of the whole step: the same shape on every data-parallel rank."""
+
+    length: int
+    """S."""
+    rows: tuple[tuple[int | None, ...], ...]
+    """[dp][B] sample indices; None is a row of padding that takes no part in anything."""
+
+
+def plan_microbatches(
+    lengths: Sequence[int], dp: int, micro_batch_size: int, multiple_of: int = 1
+) -> list[MicrobatchPlan]:
+    """Deal sequences to data-parallel ranks and micro-batches.
+
+    lengths: input positions of each sequence. Longest first, neighbours together: little padding,
+        and a step that does not fit in memory fails at once.
+    multiple_of: S is rounded up to it (sequence parallelism cuts S over tp ranks).
+    Every rank gets the same number of micro-batches of the same shapes, so that no collective
+    waits for a rank that has nothing to do. Sizes are as even as they can be. Empty for no
+    sequences.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    count = math.ceil(len(order) / (dp * micro_batch_size))
+    plans = []
+    start = 0
+    for index in range(count):
+        size = math.ceil((len(order) - start) / (count - index))
+        size = min(math.ceil(size / dp) * dp, len(order) - start)
+        chosen = order[start : start + size]
+        start += size
+        rows = math.ceil(size / dp)
+        dealt = [
+            tuple(
+                chosen[rank + dp * row] if rank + dp * row < size else None for row in range(rows)
+            )
+            for rank in range(dp)
+        ]
+        longest = max(lengths[i] for i in chosen)
+        plans.append(MicrobatchPlan(-(-longest // multiple_of) * multiple_of, tuple(dealt)))
+    assert start == len(order)
+    return plans
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The tensors of one micro-batch on one rank that the forward pass needs."""
+
+    input_ids_BS: Tensor
+    position_ids_BS: Tensor
+    row_N: Tensor
+    """Row of each response token in the logits."""
+    position_N: Tensor
+    """Position in the row of the logits that predict it."""
+    target_N: Tensor
+    place_N: Tensor
+    """Its place in a flattened [B, R]."""
+    response_shape: tuple[int, int]
+    """(B, R)."""
+
+    def spread(self, values_N: Tensor) -> Tensor:
+        """[N] values of response tokens -> [B, R], 0 elsewhere; differentiable."""
+        b, r = self.response_shape
+        return values_N.new_zeros(b * r).index_put((self.place_N,), values_N).view(b, r)
+
+
+def build_rows(
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]] | None],
+    length: int,
+    pad_id: int,
+    device: torch.device,
+) -> Rows:
+    """Tensors for rows of (prompt ids, response ids); None is a row of padding."""
+    b = len(sequences)
+    r = max((len(s[1]) for s in sequences if s is not None), default=0)
+    ids = [[pad_id] * length for _ in range(b)]
+    row, position, target, place = [], [], [], []
+    for i, sequence in enumerate(sequences):
+        if sequence is None:
+            continue
+        prompt, response = sequence
+        inputs = [*prompt, *response][:-1]
+        ids[i][: len(inputs)] = inputs
+        row += [i] * len(response)
+        position += range(len(prompt) - 1, len(prompt) - 1 + len(response))
+        target += response
+        place += range(i * r, i * r + len(response))
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    return Rows(
+        input_ids_BS=torch.tensor(ids, dtype=torch.long, device=device).view(b, length),
+        position_ids_BS=torch.arange(length, device=device).expand(b, -1),
+        row_N=tensor(row),
+        position_N=tensor(position),
+        target_N=tensor(target),
+        place_N=tensor(place),
+        response_shape=(b, r),
+    )
+
+
+def pad_responses(
+    values: Sequence[Sequence[float] | None], width: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """[B, R] float32 values, and the mask of where there are any."""
+    out = torch.zeros(len(values), width)
+    mask = torch.zeros(len(values), width, dtype=torch.bool)
+    for i, row in enumerate(values):
+        if row is not None:
+            out[i, : len(row)] = torch.tensor(row, dtype=torch.float32)
+            mask[i, : len(row)] = True
+    return out.to(device), mask.to(device)
+
+
+def refusals(
+    samples: Sequence[TrainSample], valid_vocab: int, max_positions: int, domains: Sequence[str]
+) -> dict[str, str]:
+    """Sample id -> why the student cannot train on it. Drop and count those; keep the rest.
+
+    Catches ids that no tokenizer knows (rows of the head that exist only as padding), scores that
+    do not line up with the response, and scores that are not numbers.
+    """
+    known = set(domains)
+    seen: set[str] = set()
+    out: dict[str, str] = {}
+    for sample in samples:
+        reason = _refusal(sample, valid_vocab, max_positions, known)
+        if sample.sample_id in seen:
+            reason = "its id occurs twice in the step"
+        seen.add(sample.sample_id)
+        if reason:
+            out[sample.sample_id] = reason
+    return out
+
+
+def _refusal(
+    sample: TrainSample, valid_vocab: int, max_positions: int, domains: set[str]
+) -> str | None:
+    if sample.domain not in domains:
+        return f"domain {sample.domain!r} is none of {', '.join(sorted(domains))}"
+    if not sample.prompt_ids or not sample.response_ids:
+        return (
+            f"{len(sample.prompt_ids)} prompt and {len(sample.response_ids)} response ids; "
+            "expected at least one of each"
+        )
+    total = len(sample.prompt_ids) + len(sample.response_ids)
+    if total > max_positions:
+        return f"{total} tokens; the model's context is {max_positions}"
+    for name, ids in (("prompt", sample.prompt_ids), ("response", sample.response_ids)):
+        bad = next((i for i in ids if not 0 <= i < valid_vocab), None)
+        if bad is not None:
+            return f"{name} id {bad} is outside the vocabulary of {valid_vocab}"
+    for name, scores in (
+        ("sampler_logprobs", sample.sampler_logprobs),
+        ("teacher_logprobs", sample.teacher_logprobs),
+    ):
+        if len(scores) != len(sample.response_ids):
+            return f"{len(scores)} {name} for {len(sample.response_ids)} response ids"
+        if not all(map(math.isfinite, scores)):
+            return f"{name} holds a value that is not finite"
+    if not math.isfinite(sample.orm_advantage):
+        return f"orm_advantage is {sample.orm_advantage}"
+    return None

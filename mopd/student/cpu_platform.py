@@ -1,0 +1,162 @@
+"""Everything Megatron-Core 0.16.1 needs changed to run where there is no accelerator.
+
+Megatron assumes CUDA in three ways: it asks ``torch.cuda`` for devices and streams, it writes
+``device="cuda"`` into factory calls, and it compares ``Tensor.type()`` with CUDA type names.
+`install` mends the first for the life of the process; `pretend_cuda` mends the other two, and only
+around the calls that need it (building the optimizer, gradient norms), because a function mode
+costs Python time on every torch call inside it. On a machine with CUDA nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_installed = False
+
+
+def on_cpu() -> bool:
+    """True where the student runs without an accelerator."""
+    return not torch.cuda.is_available()
+
+
+class _Stream:
+    """A stream that has always finished. A class, not a function: transformers annotates
+    ``torch.cuda.Stream | None``, which only works on types."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        # Megatron skips its side-stream bookkeeping when two streams are the same one.
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+    def synchronize(self) -> None: ...
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+
+def _cpu_instead_of_cuda(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`kwargs` with a CUDA `device` replaced by the CPU."""
+    device = kwargs.get("device")
+    if device is not None and str(device).startswith("cuda"):
+        return {**kwargs, "device": "cpu"}
+    return kwargs
+
+
+class _PretendCuda(TorchFunctionMode):
+    """CUDA factory calls make CPU tensors; ``Tensor.type()`` answers with the CUDA name."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron's optimizers sort and assert parameters by 'torch.cuda.FloatTensor' etc.
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **_cpu_instead_of_cuda(kwargs or {}))
+
+
+def pretend_cuda() -> contextlib.AbstractContextManager[Any]:
+    """Context in which ``device="cuda"`` means the CPU; does nothing where CUDA exists."""
+    return _PretendCuda() if on_cpu() else contextlib.nullcontext()
+
+
+class _TorchForSchedules(ModuleType):
+    """`torch` as the pipeline schedules see it: one ``torch.zeros(..., device="cuda")`` per step
+    is all that stands in their way, and a function mode around the whole forward and backward
+    would slow every operation for it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def zeros(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **_cpu_instead_of_cuda(kwargs))
+
+
+def _split_sizes_for_gloo(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Stand-in for Megatron's ``maybe_move_tensor_to_cpu``, which converts split sizes only when
+    they come from a GPU, while ``all_to_all_single`` takes integers and never a tensor."""
+    return tensor.detach().tolist() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def install() -> bool:
+    """Mend this process if it has no accelerator; returns whether it is (now) mended.
+
+    Call before anything of Megatron is built. Calling again does nothing.
+    """
+    global _installed
+    _mend_missing_transformer_engine()
+    if not on_cpu():
+        return False
+    if _installed:
+        return True
+    cpu, stream = torch.device("cpu"), _Stream()
+    cuda: Any = torch.cuda
+    # Used as `device=torch.cuda.current_device()` all over Megatron.
+    cuda.current_device = lambda: cpu
+    # Streams and events order GPU work against the host; there is nothing to order here.
+    cuda.synchronize = lambda *_, **__: None
+    cuda.current_stream = lambda *_, **__: stream
+    cuda.default_stream = lambda *_, **__: stream
+    cuda.stream = lambda *_, **__: contextlib.nullcontext()
+    cuda.Stream = _Stream
+    cuda.Event = _Event
+    # Tied embeddings are moved with `.cuda()` before they are summed over pipeline stages.
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
+
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.transformer.moe import token_dispatcher
+
+    schedules.torch = _TorchForSchedules("torch")
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_for_gloo
+    _installed = True
+    return True
+
+
+def _mend_missing_transformer_engine() -> None:
+    """megatron-core 0.16.1 reads ``te_general_gemm`` even when importing it failed (on any
+    platform); its own code takes None for 'not there'."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+@contextlib.contextmanager
+def quiet_build() -> Iterator[None]:
+    """Silence what Megatron warns about on every build without Transformer Engine or Apex."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

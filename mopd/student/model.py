@@ -1,0 +1,177 @@
+"""The Megatron model of a Hugging Face config, with its routers frozen."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mopd.config.schema import StudentConfig
+from mopd.errors import ConfigError
+from mopd.student import cpu_platform
+from mopd.student.families.base import Family, Slot
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm for the local spec: Megatron's own wrapper refuses sequence parallelism, which MoE
+    with tensor parallelism demands. The tag makes Megatron sum the weight's gradient over the
+    ranks that each normalised a part of the sequence."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+def use_transformer_engine() -> bool:
+    """The one choice between fused GPU layers with grouped expert GEMMs and plain torch ones."""
+    return not cpu_platform.on_cpu() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def _platform_kwargs(fused: bool) -> dict[str, Any]:
+    on_cpu = cpu_platform.on_cpu()
+    return {
+        "use_cpu_initialization": on_cpu,
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": False,
+        "moe_router_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "cross_entropy_loss_fusion": False,
+        "persist_layer_norm": False,
+        # Our schedule keeps the logits until the loss has been taken from them.
+        "deallocate_pipeline_outputs": False,
+    }
+
+
+def transformer_config(family: Family, config: StudentConfig) -> Any:
+    """Megatron's TransformerConfig; raises ConfigError for an unknown dtype."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if config.dtype not in DTYPES:
+        raise ConfigError(
+            f"student.dtype is {config.dtype!r}; expected one of {', '.join(DTYPES)}."
+        )
+    dtype, parallel = DTYPES[config.dtype], config.parallel
+    with cpu_platform.quiet_build():
+        return TransformerConfig(
+            **family.transformer_kwargs(),
+            **_platform_kwargs(use_transformer_engine()),
+            activation_func=F.silu,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            params_dtype=dtype,
+            pipeline_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            attention_softmax_in_fp32=True,
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp,
+            sequence_parallel=parallel.tp > 1,
+            moe_token_dispatcher_type="alltoall",
+            # Micro-batches differ in length; stages tell each other the shape.
+            variable_seq_lengths=parallel.pp > 1,
+        )
+
+
+def _layer_spec(megatron: Any) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    fused = use_transformer_engine()
+    spec = get_gpt_decoder_block_spec(
+        megatron, use_transformer_engine=fused, normalization="RMSNorm"
+    )
+    if not fused:
+        spec.layer_norm = RMSNorm
+        for layer in spec.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            for holder, name in (
+                (layer.submodules, "input_layernorm"),
+                (layer.submodules, "pre_mlp_layernorm"),
+                (attention, "q_layernorm"),
+                (attention, "k_layernorm"),
+            ):
+                if getattr(holder, name) is not IdentityOp:
+                    setattr(holder, name, RMSNorm)
+    return spec
+
+
+def build(family: Family, config: StudentConfig, vocabulary: int) -> Any:
+    """This rank's part of the model, with weights still random.
+
+    `vocabulary` is the padded number of rows, a multiple of tp. Process groups must exist.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    megatron = transformer_config(family, config)
+    with cpu_platform.quiet_build():
+        model = GPTModel(
+            megatron,
+            _layer_spec(megatron),
+            vocab_size=vocabulary,
+            max_sequence_length=family.max_positions,
+            pre_process=ps.is_pipeline_first_stage(),
+            post_process=ps.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=family.tied,
+            position_embedding_type="rope",
+            rotary_base=family.rope_theta,
+            parallel_output=True,
+        )
+    if not cpu_platform.on_cpu():
+        model.cuda(torch.cuda.current_device())
+    return model
+
+
+def slots(model: Any, family: Family) -> dict[str, Slot]:
+    """Where each parameter of this rank comes from, by Megatron name."""
+    from megatron.core import parallel_state as ps
+
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+    experts = model.config.num_moe_experts or 0
+    first_expert = (
+        ps.get_expert_model_parallel_rank() * experts // ps.get_expert_model_parallel_world_size()
+    )
+    return {name: family.slot(name, layers, first_expert) for name, _ in model.named_parameters()}
+
+
+def mark_experts(model: Any, slots_: dict[str, Slot]) -> None:
+    """Tag expert parameters so that gradients are summed and counted over the expert groups.
+
+    Megatron tags them only when ep > 1. With ep 1, tp 2 and etp 1 each tensor-parallel rank holds
+    a whole copy of every expert and shows it half of the tokens; untagged, the copies' gradients
+    would never be summed and the copies would drift apart.
+    """
+    for name, parameter in model.named_parameters():
+        if slots_[name].expert:
+            parameter.allreduce = False
+            # No other rank of the expert model-parallel group holds the same values, so the
+            # gradient norm must count them on each.
+            parameter.tensor_model_parallel = True
+
+
+def freeze_routers(model: Any) -> list[str]:
+    """Take router weights out of training; returns the names. Call before the DDP wrap, which
+    gives every parameter that still requires a gradient a place in the optimizer's buffers."""
+    names = []
+    for name, parameter in model.named_parameters():
+        if ".router." in name:
+            parameter.requires_grad_(False)
+            names.append(name)
+    # An expert bias is a buffer, moved by Megatron after each step at this rate.
+    model.config.moe_router_bias_update_rate = 0.0
+    return names

@@ -1,0 +1,109 @@
+"""How full Hugging Face tensors become one Megatron shard, and back. Pure functions of tensors.
+
+Legend: H hidden, F feed-forward, V vocabulary, G key/value groups, D head size, Q query heads per
+group. `size` shards, of which `rank` is one. Every packing is exact: ``join`` of all ``shard``s
+returns the tensors it was given, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Packing(Protocol):
+    """Full tensors <-> shards."""
+
+    split: bool
+    """False when every rank holds the whole tensor."""
+
+    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor: ...
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The same tensor on every rank (norms, routers)."""
+
+    split: bool = False
+
+    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        (tensor,) = full
+        return tensor
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [shards[0]]
+
+
+@dataclass(frozen=True)
+class Along:
+    """One tensor cut along `dim` into equal parts (o_proj, down_proj)."""
+
+    dim: int
+    split: bool = True
+
+    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        (tensor,) = full
+        return tensor.chunk(size, self.dim)[rank]
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards), self.dim)]
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """[V, H] cut by rows after zero rows were added so that it divides; `join` drops them."""
+
+    rows: int
+    split: bool = True
+
+    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        (tensor,) = full
+        per_rank = -(-self.rows // size)
+        part = tensor[rank * per_rank : (rank + 1) * per_rank]
+        missing = per_rank - part.shape[0]
+        if missing:
+            part = torch.cat([part, part.new_zeros(missing, part.shape[1])])
+        return part
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.cat(list(shards))[: self.rows]]
+
+
+@dataclass(frozen=True)
+class GroupedQKV:
+    """q [G*Q*D, H], k and v [G*D, H] -> per group (q heads, k, v), groups spread over ranks."""
+
+    groups: int
+    queries_per_group: int
+    head_size: int
+    split: bool = True
+
+    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        q, k, v = (t.view(self.groups, -1, t.shape[-1]) for t in full)
+        return torch.cat([q, k, v], 1).chunk(size)[rank].reshape(-1, q.shape[-1])
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        packed = torch.cat(list(shards))
+        packed = packed.view(self.groups, -1, packed.shape[-1])
+        sizes = [self.queries_per_group * self.head_size, self.head_size, self.head_size]
+        return [t.reshape(-1, packed.shape[-1]) for t in packed.split(sizes, 1)]
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """gate and up [F, H] -> this rank's rows of gate, then its rows of up."""
+
+    split: bool = True
+
+    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        return torch.cat([t.chunk(size)[rank] for t in full])
+
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        halves = [s.chunk(2) for s in shards]
+        return [torch.cat([h[i] for h in halves]) for i in (0, 1)]

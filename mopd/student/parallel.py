@@ -1,0 +1,118 @@
+"""Process groups: which ranks share what. Torch and Megatron keep them as process globals."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mopd.config.schema import ParallelConfig
+from mopd.errors import ConfigError
+from mopd.student import cpu_platform
+from mopd.student.families.base import Family
+
+RENDEZVOUS_TIMEOUT_S = 600.0
+
+
+def check_layout(parallel: ParallelConfig, family: Family, world_size: int) -> None:
+    """Raise ConfigError when the model cannot be spread as `student.parallel` says."""
+    p, kwargs = parallel, family.transformer_kwargs()
+
+    def refuse(text: str) -> None:
+        raise ConfigError(f"student.parallel: {text} (model: {family.where})")
+
+    for name in ("dp", "tp", "pp", "ep", "etp"):
+        if getattr(p, name) < 1:
+            refuse(f"{name} is {getattr(p, name)}; expected at least 1.")
+    if p.dp * p.tp * p.pp != world_size:
+        refuse(
+            f"dp {p.dp} x tp {p.tp} x pp {p.pp} = {p.dp * p.tp * p.pp} ranks, but {world_size} "
+            "were started. Make them equal."
+        )
+    if (p.dp * p.tp) % (p.ep * p.etp):
+        refuse(
+            f"ep {p.ep} x etp {p.etp} = {p.ep * p.etp} must divide dp x tp = {p.dp * p.tp}: "
+            "experts are spread over the ranks of one pipeline stage."
+        )
+    experts = kwargs.get("num_moe_experts")
+    if experts is None and p.ep * p.etp > 1:
+        refuse(f"ep {p.ep} and etp {p.etp} need a model with experts; set both to 1.")
+    for key, size, what in (
+        ("num_attention_heads", p.tp, "tp"),
+        ("num_query_groups", p.tp, "tp"),
+        ("ffn_hidden_size", p.tp, "tp"),
+        ("num_layers", p.pp, "pp"),
+        ("num_moe_experts", p.ep, "ep"),
+        ("moe_ffn_hidden_size", p.etp, "etp"),
+    ):
+        value = kwargs.get(key)
+        if value is not None and value % size:
+            refuse(f"{what} {size} does not divide the model's {key} {value}. Choose a divisor.")
+
+
+def start(
+    parallel: ParallelConfig,
+    rank: int,
+    world_size: int,
+    master_addr: str,
+    master_port: int,
+    seed: int,
+) -> bool:
+    """Join the process group and lay out Megatron's; returns whether the group was made here.
+
+    A default process group that already exists is used as it is if its size and rank fit.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    made = not dist.is_initialized()
+    if made:
+        if not cpu_platform.on_cpu():
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(
+            "gloo" if cpu_platform.on_cpu() else "nccl",
+            init_method=f"tcp://{master_addr}:{master_port}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        )
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        create_gloo_process_groups=False,
+    )
+    # Without CUDA there is no CUDA generator to track: the inference tracker's forks do nothing.
+    # All dropout rates are 0, so no step draws random numbers in any case.
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=cpu_platform.on_cpu())
+    torch.manual_seed(seed)
+    return made
+
+
+def stop(made_group: bool) -> None:
+    """Undo `start`."""
+    from megatron.core import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    if made_group:
+        dist.destroy_process_group()
+
+
+def device() -> torch.device:
+    """Where this rank's tensors live."""
+    return (
+        torch.device("cpu")
+        if cpu_platform.on_cpu()
+        else torch.device("cuda", torch.cuda.current_device())
+    )
+
+
+def from_rank_zero(value: Any) -> Any:
+    """`value` of rank 0, on every rank (any small picklable thing)."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

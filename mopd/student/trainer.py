@@ -1,0 +1,546 @@
+"""One rank of the trained model: steps, logprobs, export, checkpoints.
+
+Every method is collective: all ranks call it with the same arguments, and all get the same answer
+or the same error. One `StudentRank` a process, because torch and Megatron keep process groups as
+process globals.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mopd.config.schema import ObjectiveConfig, StudentConfig
+from mopd.errors import ModelError
+from mopd.kernels.select import gathered_logprobs
+from mopd.objective.mopd_loss import TokenInputs, mopd_loss
+from mopd.objective.stats import SUM_COLUMNS, domain_sums, summarise
+from mopd.student import batching, cpu_platform, model, parallel
+from mopd.student.families import family_of
+from mopd.student.optimizer import MOMENTS, Optimizer
+from mopd.student.schedule import learning_rate
+from mopd.student.weights import SafetensorsFolder, ShardedWeights
+from mopd.types import TrainSample
+
+WEIGHTS, STATE, RNG = "model.safetensors", "state.json", "rng.safetensors"
+CHECKPOINT_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class _Microbatch:
+    """This rank's part of one micro-batch."""
+
+    rows: batching.Rows
+    samples: tuple[TrainSample | None, ...]
+    """[B]; all None when only logprobs are wanted."""
+
+
+class StudentRank:
+    """A Megatron student; see the module's text for how to call it."""
+
+    def __init__(
+        self,
+        config: StudentConfig,
+        objective: ObjectiveConfig,
+        domains: Sequence[str],
+        total_steps: int,
+        temperature: float,
+        valid_vocab: int,
+        pad_id: int,
+        rank: int = 0,
+        world_size: int = 1,
+        master_addr: str = "127.0.0.1",
+        master_port: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """Join the other ranks and load `config.model`.
+
+        temperature: of the rollouts; the objective's logprobs are of softmax(logits / T).
+        valid_vocab: ids the tokenizer knows; rows of the head beyond it take no part in the
+            softmax (nor do the rows added so that tp divides the vocabulary).
+        total_steps: where the learning-rate schedule ends.
+        Raises ConfigError for an impossible layout, ModelError for a checkpoint that does not fit;
+        both before any weight is loaded.
+        """
+        torch.set_num_threads(config.threads_per_rank)
+        cpu_platform.install()
+        self.config, self.objective = config, objective
+        self.domains = list(domains)
+        self.total_steps, self.temperature, self.pad_id = total_steps, temperature, pad_id
+        self.family, source = _open_checkpoint(config)
+        if not 1 <= valid_vocab <= self.family.vocabulary:
+            raise ModelError(
+                f"{config.model}: the tokenizer has {valid_vocab} ids, the model's head "
+                f"{self.family.vocabulary} rows; expected no more ids than rows."
+            )
+        self.valid_vocab = valid_vocab
+        parallel.check_layout(config.parallel, self.family, world_size)
+        self._made_group = parallel.start(
+            config.parallel, rank, world_size, master_addr, master_port, seed
+        )
+        self.rank, self.device = rank, parallel.device()
+        self._build(source)
+
+    def _build(self, source: SafetensorsFolder) -> None:
+        from megatron.core import parallel_state as ps
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+
+        tp = self.config.parallel.tp
+        self._rows_per_rank = -(-self.family.vocabulary // tp)
+        self.model = model.build(self.family, self.config, self._rows_per_rank * tp)
+        slots = model.slots(self.model, self.family)
+        model.mark_experts(self.model, slots)
+        self.frozen = model.freeze_routers(self.model) if self.config.freeze_routers else []
+        self.weights = ShardedWeights(
+            slots,
+            (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()),
+            (ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()),
+        )
+        self.weights.load(source, self._parameters())
+        self._ddp = DistributedDataParallel(
+            self.model.config,
+            DistributedDataParallelConfig(
+                use_distributed_optimizer=False,
+                overlap_grad_reduce=False,
+                grad_reduce_in_fp32=True,
+                average_in_collective=False,
+            ),
+            self.model,
+        )
+        self.model.config.finalize_model_grads_func = finalize_model_grads
+        self._optimizer = Optimizer(
+            self._ddp, self.config.optimizer, model.DTYPES[self.config.dtype]
+        )
+        self._first_stage = ps.is_pipeline_first_stage()
+        self._last_stage = ps.is_pipeline_last_stage()
+        self._tp_group = ps.get_tensor_model_parallel_group()
+        self._vocab_start = ps.get_tensor_model_parallel_rank() * self._rows_per_rank
+        self._dp, self._dp_rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
+        # One rank of each data-parallel share speaks for it when results are added up.
+        self._speaks = self._last_stage and ps.get_tensor_model_parallel_rank() == 0
+        self._masks: dict[int, Tensor] = {}
+
+    # -- training -----------------------------------------------------------------------------
+
+    def refusals(self, samples: Sequence[TrainSample]) -> dict[str, str]:
+        """Sample id -> why `step` would refuse it; for the caller to drop and count."""
+        return batching.refusals(samples, self.valid_vocab, self.family.max_positions, self.domains)
+
+    def step(self, samples: Sequence[TrainSample], step_index: int) -> dict[str, float]:
+        """One optimizer step on `samples` (the whole step's, on every rank), counted from 0.
+
+        Without a token that counts (no samples, or all outside the truncation band) nothing is
+        updated: weights, moments and Adam's count stay as they are.
+        Raises ModelError for samples in `refusals`, and for a loss or gradient that is not
+        finite; the weights are untouched then.
+        """
+        refused = self.refusals(samples)
+        if refused:
+            shown = "; ".join(f"{k}: {v}" for k, v in list(refused.items())[:5])
+            raise ModelError(
+                f"step {step_index}: {len(refused)} of {len(samples)} samples cannot be trained "
+                f"on: {shown}. Drop them and count them (StudentRank.refusals)."
+            )
+        lr = learning_rate(step_index, self.config.optimizer, self.total_steps)
+        loss, sums = self._forward_backward(samples)
+        if not math.isfinite(loss):
+            raise ModelError(
+                f"step {step_index}: the loss is {loss}; the weights were not touched. Look for "
+                "extreme teacher or sampler logprobs in the step's samples."
+            )
+        metrics = summarise(sums, self.domains)
+        kept = float(sums[:, SUM_COLUMNS.index("kept")].sum())
+        grad_norm = self._optimizer.step(lr, f"step {step_index}") if kept else 0.0
+        return {**metrics, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+
+    def _forward_backward(self, samples: Sequence[TrainSample]) -> tuple[float, Tensor]:
+        """Fill the gradient buffers; returns the step's loss and its domain sums, on all ranks."""
+        self._ddp.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        sequences = [(s.prompt_ids, s.response_ids) for s in samples]
+        plans = self._plan(sequences)
+        total = torch.zeros(
+            1 + len(self.domains) * len(SUM_COLUMNS), dtype=torch.float64, device=self.device
+        )
+        # Megatron divides the loss by the number of micro-batches and the gradients by dp; the
+        # objective's denominator is the whole step's already.
+        undo = len(plans) * self._dp
+
+        def loss_of(batch: _Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, sums = self._loss(batch, logits_BSV, len(samples))
+            # A fresh tensor: the schedule divides in place what it is given.
+            return loss * undo, {"total": torch.cat([loss.detach().double().view(1), sums])}
+
+        for out in self._run(sequences, plans, samples, loss_of, forward_only=False):
+            if self._speaks:
+                total += out["total"]
+        dist.all_reduce(total)
+        total = total.cpu()
+        return float(total[0]), total[1:].view(len(self.domains), len(SUM_COLUMNS))
+
+    def _loss(
+        self, batch: _Microbatch, logits_BSV: Tensor, num_sequences: int
+    ) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the objective, and its flattened domain sums."""
+        rows = batch.rows
+        logprobs_N, entropy_N = self._gather(rows, logits_BSV, self.temperature, self.valid_vocab)
+        width = rows.response_shape[1]
+
+        def padded(values: Callable[[TrainSample], Sequence[float]]) -> tuple[Tensor, Tensor]:
+            return batching.pad_responses(
+                [None if s is None else values(s) for s in batch.samples], width, self.device
+            )
+
+        sampler_BR, mask_BR = padded(lambda s: s.sampler_logprobs)
+        teacher_BR, _ = padded(lambda s: s.teacher_logprobs)
+        orm_B = torch.tensor(
+            [0.0 if s is None else s.orm_advantage for s in batch.samples], device=self.device
+        )
+        objective = self.objective
+        loss, stats = mopd_loss(
+            rows.spread(logprobs_N),
+            TokenInputs(sampler_BR, teacher_BR, mask_BR, orm_B, rows.spread(entropy_N)),
+            icepop_low=objective.icepop_low,
+            icepop_high=objective.icepop_high,
+            advantage_clip=objective.advantage_clip,
+            denominator=objective.denominator,
+            aggregation=objective.aggregation,
+            num_sequences=num_sequences,
+        )
+        # Padding rows have no tokens; which domain they are put under does not matter.
+        domain_B = torch.tensor(
+            [0 if s is None else self.domains.index(s.domain) for s in batch.samples],
+            device=self.device,
+        )
+        return loss, domain_sums(stats, mask_BR, domain_B, len(self.domains)).flatten()
+
+    def _gather(
+        self, rows: batching.Rows, logits_BSV: Tensor, temperature: float, valid_vocab: int
+    ) -> tuple[Tensor, Tensor]:
+        """([N] logprobs of the response tokens, [N] entropies), nats, float32."""
+        logits_NV = logits_BSV[rows.row_N, rows.position_N]
+        logprobs_N, entropy_N = gathered_logprobs(
+            logits_NV,
+            rows.target_N,
+            temperature=temperature,
+            valid_vocab=valid_vocab,
+            vocab_start=self._vocab_start,
+            group=self._tp_group,
+            backend=self.config.kernel,
+            inplace_backward=True,
+            return_entropy=True,
+        )
+        return logprobs_N, entropy_N
+
+    def _plan(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[batching.MicrobatchPlan]:
+        return batching.plan_microbatches(
+            [len(p) + len(r) - 1 for p, r in sequences],
+            self._dp,
+            self.config.micro_batch_size,
+            multiple_of=self.config.parallel.tp,
+        )
+
+    def _run(
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+        plans: Sequence[batching.MicrobatchPlan],
+        samples: Sequence[TrainSample] | None,
+        on_logits: Callable[[_Microbatch, Tensor], tuple[Tensor, dict[str, Tensor]]],
+        forward_only: bool,
+    ) -> list[dict[str, Tensor]]:
+        """Megatron's schedule over this rank's share; what `on_logits` returned, on last stages."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not plans:
+            return []
+
+        def batches() -> Iterator[_Microbatch]:
+            for plan in plans:
+                mine = plan.rows[self._dp_rank]
+                yield _Microbatch(
+                    batching.build_rows(
+                        [None if i is None else sequences[i] for i in mine],
+                        plan.length,
+                        self.pad_id,
+                        self.device,
+                    ),
+                    tuple(None if i is None or samples is None else samples[i] for i in mine),
+                )
+
+        def forward(iterator: Iterator[_Microbatch], ddp: Any) -> tuple[Tensor, Any]:
+            batch = next(iterator)
+            rows = batch.rows
+            output = ddp(
+                rows.input_ids_BS, rows.position_ids_BS, self._mask(rows.input_ids_BS.shape[1])
+            )
+            return output, lambda logits_BSV: on_logits(batch, logits_BSV)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=batches(),
+            model=[self._ddp],
+            num_microbatches=len(plans),
+            # Unused: stages tell each other the shapes (variable_seq_lengths).
+            seq_length=plans[0].length,
+            micro_batch_size=len(plans[0].rows[0]),
+            forward_only=forward_only,
+        )
+
+    def _mask(self, length: int) -> Tensor:
+        """[1, 1, S, S] causal mask, True where attention is not allowed. Right padding needs no
+        more: no real token comes after a padded one."""
+        if length not in self._masks:
+            ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device)
+            self._masks[length] = ones.triu(1)
+        return self._masks[length]
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def logprobs(
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+        temperature: float = 1.0,
+        whole_head: bool = True,
+    ) -> list[list[float]]:
+        """[R] logprobs of each (prompt, response)'s response ids under the current weights.
+
+        whole_head: normalise over every row of the checkpoint's head, as an inference engine
+            does; else over the tokenizer's ids, as training does.
+        """
+        offsets = [0]
+        for _, response in sequences:
+            offsets.append(offsets[-1] + len(response))
+        vocabulary = self.family.vocabulary if whole_head else self.valid_vocab
+        plans = self._plan(sequences)
+        values = torch.zeros(offsets[-1], dtype=torch.float32, device=self.device)
+
+        def read(batch: _Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            logprobs_N, _ = self._gather(batch.rows, logits_BSV, temperature, vocabulary)
+            return logits_BSV.new_zeros(()), {"logprobs": logprobs_N}
+
+        with torch.no_grad():
+            outs = self._run(sequences, plans, None, read, forward_only=True)
+        if self._speaks:
+            for plan, out in zip(plans, outs, strict=True):
+                mine = [i for i in plan.rows[self._dp_rank] if i is not None]
+                places = [p for i in mine for p in range(offsets[i], offsets[i + 1])]
+                values[torch.tensor(places, dtype=torch.long)] = out["logprobs"]
+        dist.all_reduce(values)
+        flat = values.tolist()
+        return [flat[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+
+    def gradients(self) -> dict[str, Tensor] | None:
+        """The last step's gradients before clipping, by Hugging Face name, on rank 0 (for
+        checks; clipping scales them in place)."""
+        return self.weights.collect(
+            {n: p.main_grad for n, p in self._parameters().items() if p.requires_grad}
+        )
+
+    def export(self, path: str | Path) -> dict[str, tuple[int, ...]]:
+        """Write all weights as one Hugging Face safetensors file; returns name -> shape.
+
+        The file appears whole or not at all; every rank must see its folder's errors, rank 0
+        writes. Rows added for tensor parallelism are not in it.
+        """
+        tensors = self.weights.collect(self._parameters())
+        return self._on_rank_zero(lambda: _write_tensors(tensors, Path(path)))
+
+    def save_hf(self, directory: str | Path) -> None:
+        """Write a folder that AutoModelForCausalLM and AutoTokenizer load: the weights, and the
+        source checkpoint's config and tokenizer files."""
+        directory = Path(directory)
+        tensors = self.weights.collect(self._parameters())
+
+        def write() -> None:
+            directory.mkdir(parents=True, exist_ok=True)
+            for file in Path(self.config.model).iterdir():
+                weights = file.suffix in {".safetensors", ".bin", ".pt", ".gguf"}
+                if file.is_file() and not weights and not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, directory / file.name)
+            dtype = directory / "config.json"
+            settings = json.loads(dtype.read_text())
+            settings["dtype"] = self.config.dtype
+            dtype.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            _write_tensors(tensors, directory / WEIGHTS)
+
+        self._on_rank_zero(write)
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def save(self, directory: str | Path) -> None:
+        """Write weights, Adam's moments and count, and the random state.
+
+        All are stored under Hugging Face names, whole, so `load` works at any layout. Written
+        beside `directory` and renamed: an interrupted save leaves the previous one whole.
+        """
+        final = Path(directory)
+        temporary = final.with_name(f".{final.name}.partial")
+        files = {WEIGHTS: self.weights.collect(self._main_parameters())}
+        for moment, tensors in self._optimizer.moments().items():
+            files[f"{moment}.safetensors"] = self.weights.collect(tensors)
+        state = {
+            "format": CHECKPOINT_FORMAT,
+            "model_type": self.family.hf.model_type,
+            "optimizer_steps": self._optimizer.steps,
+            "frozen_routers": self.config.freeze_routers,
+        }
+
+        def write() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            for name, tensors in files.items():
+                _write_tensors(tensors, temporary / name)
+            _write_tensors({"cpu": torch.get_rng_state()}, temporary / RNG)
+            _write_text(json.dumps(state, indent=2) + "\n", temporary / STATE)
+            _replace_directory(temporary, final)
+
+        self._on_rank_zero(write)
+
+    def load(self, directory: str | Path) -> None:
+        """Go on from what `save` wrote, at this or any other layout.
+
+        Everything is checked before anything is changed. Raises ModelError for a checkpoint that
+        is not there, not whole, or of another model.
+        """
+        directory = Path(directory)
+        state = self._read_state(directory)
+        shapes = self.family.shapes()
+        trained = {
+            hf
+            for name, p in self._parameters().items()
+            if p.requires_grad
+            for hf in self.weights.names(name)
+        }
+        everywhere: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everywhere, trained)
+        trained = set().union(*everywhere)
+        sources = {WEIGHTS: SafetensorsFolder(directory / WEIGHTS)}
+        sources[WEIGHTS].check(shapes)
+        for moment in MOMENTS:
+            sources[moment] = SafetensorsFolder(directory / f"{moment}.safetensors")
+            sources[moment].check({n: s for n, s in shapes.items() if n in trained})
+        self.weights.load(sources[WEIGHTS], self._main_parameters())
+        self._optimizer.copy_main_to_model()
+        moments = self._optimizer.moments()
+        for moment in MOMENTS:
+            moments[moment] = {n: torch.empty_like(t) for n, t in moments[moment].items()}
+            self.weights.load(sources[moment], moments[moment])
+        if state["optimizer_steps"]:
+            self._optimizer.restore(state["optimizer_steps"], moments)
+        torch.set_rng_state(load_file(directory / RNG)["cpu"])
+        dist.barrier()
+
+    def _read_state(self, directory: Path) -> dict[str, Any]:
+        try:
+            state = json.loads((directory / STATE).read_text())
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{directory}: not a student checkpoint ({error}). Expected the folder that "
+                "StudentRank.save wrote."
+            ) from error
+        for key, expected in (
+            ("format", CHECKPOINT_FORMAT),
+            ("model_type", self.family.hf.model_type),
+            ("frozen_routers", self.config.freeze_routers),
+        ):
+            if state.get(key) != expected:
+                raise ModelError(
+                    f"{directory}: the checkpoint's {key} is {state.get(key)!r}, this run's is "
+                    f"{expected!r}. Resume with the configuration it was written with."
+                )
+        return state
+
+    # -- small helpers ------------------------------------------------------------------------
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def _main_parameters(self) -> dict[str, Tensor]:
+        """All parameters, the trained ones in the precision the optimizer keeps them."""
+        return self._parameters() | self._optimizer.main_parameters()
+
+    def _on_rank_zero(self, write: Callable[[], Any]) -> Any:
+        """Do it on rank 0; its answer, or its failure as a ModelError, reaches every rank."""
+        answer: Any = None
+        failure: str | None = None
+        if self.rank == 0:
+            try:
+                answer = write()
+            except OSError as error:
+                failure = str(error)
+        answer, failure = parallel.from_rank_zero((answer, failure))
+        if failure is not None:
+            raise ModelError(f"Could not write the student's weights: {failure}.")
+        return answer
+
+    def close(self) -> None:
+        """Leave the process groups; the object cannot be used afterwards."""
+        parallel.stop(self._made_group)
+
+
+def _open_checkpoint(config: StudentConfig) -> tuple[Any, SafetensorsFolder]:
+    """The family and the weights of `config.model`, both checked."""
+    folder = Path(config.model)
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"student.model {config.model!r}: no config.json there. Expected a Hugging Face "
+            "checkpoint folder."
+        )
+    from transformers import AutoConfig
+
+    model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
+    family_class = family_of(model_type, str(folder))
+    family = family_class(AutoConfig.from_pretrained(folder), str(folder))
+    source = SafetensorsFolder(folder)
+    source.check(family.shapes(), tied_head=family.tied)
+    return family, source
+
+
+def _write_tensors(tensors: Mapping[str, Tensor] | None, path: Path) -> dict[str, tuple[int, ...]]:
+    """Write and rename, so that a reader sees the whole file or the one before."""
+    assert tensors is not None
+    temporary = path.with_name(f".{path.name}.partial")
+    save_file(dict(tensors), temporary, metadata={"format": "pt"})
+    _sync(temporary)
+    os.replace(temporary, path)
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace_directory(new: Path, final: Path) -> None:
+    """Put `new` in the place of `final`; at every moment one of them is whole on the disk."""
+    previous = final.with_name(f".{final.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    if final.exists():
+        os.replace(final, previous)
+    os.replace(new, final)
+    shutil.rmtree(previous, ignore_errors=True)
