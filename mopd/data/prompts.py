@@ -1,0 +1,355 @@
+"""A domain's prompts: read, checked, split by content, turned into token ids once.
+
+Everything wrong with a file is reported together, each fault with its file and row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mopd.config.schema import DomainConfig
+from mopd.config.wording import kind_of, listed, nearest
+from mopd.data.tasks import TaskItem, majority_baseline, make_items, split_items
+from mopd.data.tokens import PromptEncoder
+from mopd.errors import ConfigError, DataError
+from mopd.types import Prompt
+
+MAX_FAULTS = 20
+NEEDS_ANSWER = ("exact_match", "math_verify", "reasoning_gym")
+"""Built-in verifiers that compare with a reference answer."""
+
+
+@dataclass(frozen=True)
+class DomainData:
+    """One domain, ready to train on and to evaluate."""
+
+    name: str
+    train: list[Prompt]
+    held_out: list[Prompt]
+    majority_baseline: float | None
+    """Exact match of always giving the held-out prompts' most frequent answer (of the training
+    prompts where none is held out); None unless every one of them has an answer."""
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Prompt id -> ``FILE:ROW`` or task item, for error messages."""
+    notes: tuple[str, ...] = ()
+    """What was done that a user may want to know (duplicates dropped, say)."""
+
+    def describe(self) -> str:
+        """One line for people: how many prompts, and what no skill at all would score."""
+        baseline = "none" if self.majority_baseline is None else f"{self.majority_baseline:.3f}"
+        return "; ".join(
+            [
+                f"{len(self.train)} prompts to train on, {len(self.held_out)} held out, "
+                f"majority baseline {baseline}",
+                *self.notes,
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class ContextLimit:
+    """How many tokens one model takes, prompt and response together."""
+
+    who: str
+    """For the message, e.g. ``student (models/base)`` or ``teacher math_rl``."""
+    tokens: int
+    domains: frozenset[str] | None = None
+    """Whose prompts it reads; None: every domain's."""
+    reserved: int = 0
+    """Tokens it needs besides: 1 for a vLLM server that scores, which must generate one."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One JSONL row after its checks."""
+
+    number: int
+    key: str  # content: what makes two rows the same prompt
+    prompt: str | list[dict[str, Any]]
+    answer: str | None
+    metadata: dict[str, Any]
+
+
+def load_domain(
+    name: str, cfg: DomainConfig, tokenizer: Any, *, known_domains: Sequence[str] = ()
+) -> DomainData:
+    """Load, split and encode one domain's prompts.
+
+    JSONL rows: ``prompt`` (text) or ``messages`` (a chat; needs ``prompts.chat``), and optionally
+    ``answer`` (text) and ``domain`` (must be this one); other keys become the prompt's metadata.
+
+    tokenizer: a transformers tokenizer, the student's.
+    known_domains: all names, for the suggestion when a row names another domain.
+    Raises DataError for the data (file and row named), ConfigError for the settings.
+    """
+    where = f"domains.{name}"
+    encoder = PromptEncoder(tokenizer, chat=cfg.prompts.chat, where=f"{where}.prompts.chat")
+    if cfg.prompts.task is not None:
+        return _from_task(name, cfg, encoder, where)
+    if cfg.prompts.jsonl is None:
+        raise ConfigError(f"{where}.prompts needs jsonl (a file) or task (a reasoning-gym task)")
+    notes: list[str] = []
+    faults: list[str] = []
+    known = [*known_domains, name]
+    file = Path(cfg.prompts.jsonl)
+    rows = _read(file, name, cfg, known, faults, notes)
+    held_file: Path | None = None
+    held_rows: list[_Row] = []
+    if cfg.prompts.held_out_jsonl is not None:
+        held_file = Path(cfg.prompts.held_out_jsonl)
+        held_rows = _read(held_file, name, cfg, known, faults, notes)
+        trained = {row.key: row.number for row in rows}
+        faults += [
+            f"{held_file}:{row.number}: this held-out prompt is also trained on "
+            f"({file}:{trained[row.key]})"
+            for row in held_rows
+            if row.key in trained
+        ]
+    _raise(faults, f"domain {name!r}")
+    if held_file is None:
+        rows, held_rows = _split(rows, cfg.held_out, where)
+        held_file = file
+    elif len(held_rows) > cfg.held_out:
+        notes.append(f"{held_file}: {cfg.held_out} of {len(held_rows)} rows used (held_out)")
+        _, held_rows = _split(held_rows, cfg.held_out, where)
+    places: dict[str, str] = {}
+
+    def built(chosen: Sequence[_Row], origin: Path, infix: str) -> list[Prompt]:
+        encoded = encoder.encode([row.prompt for row in chosen])
+        result = []
+        for row, (text, ids) in zip(chosen, encoded, strict=True):
+            prompt_id = f"{name}/{infix}{row.number:05d}"
+            places[prompt_id] = f"{origin}:{row.number}"
+            result.append(Prompt(prompt_id, name, text, ids, row.answer, row.metadata))
+        return result
+
+    infix = "held-out-" if held_file != file else ""
+    train, held = built(rows, file, ""), built(held_rows, held_file, infix)
+    return _domain(name, train, held, places, notes)
+
+
+def check_lengths(
+    domains: Mapping[str, DomainData],
+    max_response_tokens: int,
+    limits: Sequence[ContextLimit] | Mapping[str, int],
+) -> None:
+    """ConfigError unless every prompt, with the longest answer allowed, fits its models.
+
+    Names each model that is too short and the longest prompt that it has to take.
+    limits: a mapping ``who -> tokens`` means models that read every domain and reserve nothing.
+    """
+    if isinstance(limits, Mapping):
+        limits = [ContextLimit(who, tokens) for who, tokens in limits.items()]
+    problems = []
+    for limit in limits:
+        read = [
+            data for data in domains.values() if limit.domains is None or data.name in limit.domains
+        ]
+        found = [
+            (len(prompt.token_ids), data.places.get(prompt.id, prompt.id))
+            for data in read
+            for prompt in (*data.train, *data.held_out)
+        ]
+        if not found:
+            continue
+        longest, place = max(found, key=lambda each: each[0])
+        needed = longest + max_response_tokens + limit.reserved
+        if needed > limit.tokens:
+            extra = f" + {limit.reserved} that scoring generates" if limit.reserved else ""
+            room = limit.tokens - limit.reserved - longest
+            advice = (
+                f"lower rollout.max_response_tokens to {room} or less, or drop long prompts"
+                if room > 0
+                else "drop long prompts, or take a model of longer context"
+            )
+            problems.append(
+                f"{limit.who} takes {limit.tokens} tokens, but {place} ({longest} tokens) + "
+                f"{max_response_tokens} of response{extra} = {needed}: {advice}"
+            )
+    if problems:
+        raise ConfigError(listed("context too short", problems))
+
+
+def _from_task(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: str) -> DomainData:
+    prompts = cfg.prompts
+    assert prompts.task is not None
+    items = make_items(
+        prompts.task,
+        prompts.params,
+        size=prompts.size,
+        seed=prompts.seed,
+        template=prompts.template,
+        key_fields=prompts.key_fields,
+        unordered_key=prompts.unordered_key,
+        where=f"{where}.prompts",
+    )
+    notes = []
+    if len(items) < prompts.size:
+        notes.append(f"{where}: {len(items)} different items among {prompts.size} generated")
+    number = {item.key: index for index, item in enumerate(items)}
+    try:
+        parts = split_items(items, cfg.held_out)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    places: dict[str, str] = {}
+    built: list[list[Prompt]] = []
+    for part in parts:
+        encoded = encoder.encode([item.prompt for item in part])
+        made = []
+        for item, (text, ids) in zip(part, encoded, strict=True):
+            prompt_id = f"{name}/{number[item.key]:05d}"
+            places[prompt_id] = f"task {prompts.task} item {number[item.key]} ({item.key!r})"
+            made.append(Prompt(prompt_id, name, text, ids, item.answer, item.metadata))
+        built.append(made)
+    return _domain(name, built[0], built[1], places, notes)
+
+
+def _domain(
+    name: str, train: list[Prompt], held: list[Prompt], places: dict[str, str], notes: list[str]
+) -> DomainData:
+    empty = [places[prompt.id] for prompt in (*train, *held) if not prompt.token_ids]
+    _raise([f"{place}: the prompt has no tokens" for place in empty], f"domain {name!r}")
+    baseline = None
+    judged = held or train
+    if all(prompt.answer is not None for prompt in judged):
+        baseline = majority_baseline(
+            [TaskItem(p.id, p.text, p.answer, {}) for p in judged if p.answer is not None]
+        )
+    return DomainData(name, train, held, baseline, places, tuple(notes))
+
+
+def _split(rows: Sequence[_Row], held_out: int, where: str) -> tuple[list[_Row], list[_Row]]:
+    """By content, with the same function as tasks."""
+    by_key = {row.key: row for row in rows}
+    items = [TaskItem(row.key, "", "", {}) for row in rows]
+    try:
+        train, held = split_items(items, held_out)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    return [by_key[item.key] for item in train], [by_key[item.key] for item in held]
+
+
+def _read(
+    file: Path,
+    name: str,
+    cfg: DomainConfig,
+    known: Sequence[str],
+    faults: list[str],
+    notes: list[str],
+) -> list[_Row]:
+    """The file's different rows; what is wrong with any of them goes to `faults`."""
+    rows: dict[str, _Row] = {}
+    repeated = 0
+    start = len(faults)
+    try:
+        # Not splitlines(): JSON text may hold other characters that it takes for line ends.
+        lines = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"domain {name!r}: {file}: cannot be read ({error.strerror})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = _row(number, line, name, cfg, known)
+        except _RowFaults as error:
+            faults += [f"{file}:{number}: {text}" for text in error.texts]
+            continue
+        first = rows.setdefault(row.key, row)
+        if first is row:
+            continue
+        repeated += 1
+        if first.answer != row.answer:
+            faults.append(
+                f"{file}:{number}: the same prompt as row {first.number} with another answer "
+                f"({row.answer!r}, there {first.answer!r})"
+            )
+    if not rows and len(faults) == start:
+        faults.append(f"{file}: no prompts in it")
+    if repeated:
+        notes.append(f"{file}: {repeated} rows repeat an earlier prompt and were dropped")
+    return list(rows.values())
+
+
+class _RowFaults(Exception):
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+
+
+def _row(number: int, line: bytes, name: str, cfg: DomainConfig, known: Sequence[str]) -> _Row:
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        row = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise _RowFaults(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise _RowFaults(f"not valid JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise _RowFaults(f"expected a JSON object, got {kind_of(row)}")
+    faults = []
+    if "domain" in row and row["domain"] != name:
+        got = row["domain"]
+        hint = nearest(got, known) if isinstance(got, str) and got not in known else ""
+        faults.append(f"domain is {json.dumps(got)}, but this file is given for {name!r}{hint}")
+    if ("prompt" in row) == ("messages" in row):
+        got = "both" if "prompt" in row else "neither"
+        keys = f" (its keys: {', '.join(row)})" if got == "neither" else ""
+        faults.append(f"needs either prompt or messages, got {got}{keys}")
+    answer = row.get("answer")
+    if answer is not None and not isinstance(answer, str):
+        faults.append(f"answer should be text in quotes, got {kind_of(answer)}")
+    verifier = cfg.verifier.name if cfg.verifier else None
+    if answer is None and verifier in NEEDS_ANSWER:
+        faults.append(f"no answer, which the verifier {verifier} compares with")
+    if "prompt" in row:
+        prompt = row["prompt"]
+        if not isinstance(prompt, str) or not prompt.strip():
+            faults.append(f"prompt should be text, got {kind_of(prompt)}")
+    elif "messages" in row:
+        prompt = row["messages"]
+        if not cfg.prompts.chat:
+            faults.append(f"messages need domains.{name}.prompts.chat: true")
+        if problem := _messages_problem(prompt):
+            faults.append(problem)
+    if faults:
+        raise _RowFaults(*faults)
+    key = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    metadata = {k: v for k, v in row.items() if k not in ("prompt", "answer", "domain")}
+    return _Row(number, key, prompt, answer, metadata)
+
+
+def _messages_problem(messages: Any) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return f"messages should be a list of {{role, content}}, got {kind_of(messages)}"
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"messages[{index}] should be {{role, content}}, got {kind_of(message)}"
+        if not isinstance(message.get("content"), str):
+            return f"messages[{index}].content should be text"
+    if messages[-1]["role"] == "assistant":
+        return "the last message is the assistant's: there is nothing left to answer"
+    return None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = next(key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1)
+        raise ValueError(f"the key {twice!r} is given twice")
+    return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _raise(faults: Sequence[str], what: str) -> None:
+    if not faults:
+        return
+    shown = list(faults[:MAX_FAULTS])
+    if len(faults) > MAX_FAULTS:
+        shown.append(f"and {len(faults) - MAX_FAULTS} more")
+    raise DataError(listed(what, shown))

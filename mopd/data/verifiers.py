@@ -1,0 +1,289 @@
+"""Who says whether an answer is right: built-in verifiers by name, users' own by import.
+
+A verifier takes (prompt, answer text) and returns a `Verdict`. When it cannot judge it raises; the
+caller counts a failure, and a failure is never a wrong answer. Deadlines are the caller's: nothing
+here uses signals, so a verdict is the same in a thread, a process and a Ray actor.
+All verifiers can be pickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mopd.config.schema import PromptsConfig, VerifierConfig
+from mopd.config.wording import kind_of, listed, nearest
+from mopd.data.math_answers import same_mathematics
+from mopd.data.tasks import TaskItem, reasoning_gym_score
+from mopd.errors import ConfigError, MopdError
+from mopd.protocols import Verifier
+from mopd.types import Prompt, Verdict
+
+
+class VerifierError(MopdError):
+    """A verifier could not judge an answer; counted as a failure, never as a wrong answer."""
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """Right if the answer is the reference, blanks around both aside unless `strip` is false."""
+
+    strip: bool = True
+
+    def __call__(self, prompt: Prompt, answer: str) -> Verdict:
+        reference = _reference(prompt)
+        correct = answer.strip() == reference.strip() if self.strip else answer == reference
+        return Verdict(correct, float(correct))
+
+
+@dataclass(frozen=True)
+class ReasoningGym:
+    """Score by the task's own scorer (partial credit included), exact match beside it."""
+
+    task: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, prompt: Prompt, answer: str) -> Verdict:
+        reference = _reference(prompt)
+        bare = answer.strip()
+        item = TaskItem(prompt.id, prompt.text, reference, dict(prompt.metadata))
+        score = reasoning_gym_score(self.task, self.params, item, bare)
+        return as_verdict(Verdict(bare == reference.strip(), score), f"reasoning-gym {self.task}")
+
+
+@dataclass(frozen=True)
+class MathVerify:
+    """Mathematical equality with the reference, by math-verify with guards of ours."""
+
+    def __call__(self, prompt: Prompt, answer: str) -> Verdict:
+        try:
+            correct = same_mathematics(_reference(prompt), answer)
+        except ValueError as error:
+            raise VerifierError(f"math_verify cannot judge prompt {prompt.id}: {error}") from error
+        return Verdict(correct, float(correct))
+
+
+class UserVerifier:
+    """A user's ``function(prompt, answer, **args) -> bool | float | Verdict``, by its name.
+
+    Travels by name and is imported where it is used, with the working directory of the process
+    that made it on the path.
+    """
+
+    def __init__(self, target: str, args: Mapping[str, Any], where: str) -> None:
+        """Imports at once; ConfigError (starting with `where`) says what is wrong with it."""
+        self.target, self.args, self.where = target, dict(args), where
+        self._folder = str(Path.cwd())
+        self._function = self._load()
+
+    def __call__(self, prompt: Prompt, answer: str) -> Verdict:
+        return as_verdict(self._function(prompt, answer, **self.args), self.target)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: each for name, each in self.__dict__.items() if name != "_function"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._function = self._load()
+
+    def _load(self) -> Callable[..., Any]:
+        function = import_target(self.target, self.where, self._folder)
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            return function  # builtins may have none
+        try:
+            signature.bind("prompt", "answer", **self.args)
+        except TypeError as error:
+            raise ConfigError(
+                f"{self.where}: {self.target}{signature} cannot be called as "
+                f"(prompt, answer, **args) with args {self.args}: {error}"
+            ) from error
+        return function
+
+
+def import_target(target: str, where: str, folder: str | None = None) -> Callable[..., Any]:
+    """The callable that ``package.module:function`` names; ConfigError says what is missing.
+
+    folder: put first on the import path while importing (default: the working directory).
+    """
+    module_name, colon, attribute = target.partition(":")
+    if not (colon and module_name and attribute.isidentifier()):
+        raise ConfigError(f"{where}: {target!r} is not of the form package.module:function")
+    folder = folder or str(Path.cwd())
+    if folder not in sys.path:
+        # It stays there: the module may import its neighbours only when it is called.
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise ConfigError(
+                f"{where}: {target!r}: there is no module {missing!r}; looked in the working "
+                f"directory ({folder}) and among the installed packages"
+            ) from error
+        raise ConfigError(
+            f"{where}: {target!r}: importing {module_name} failed, because it needs the module "
+            f"{missing!r}, which is not installed"
+        ) from error
+    except Exception as error:  # a user's module runs whatever it likes when imported
+        raise ConfigError(
+            f"{where}: {target!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, attribute, None)
+    if function is None:
+        public = [
+            name
+            for name, each in vars(module).items()
+            if inspect.isfunction(each) and not name.startswith("_")
+        ]
+        raise ConfigError(
+            f"{where}: {target!r}: {module_name} has no {attribute!r}{nearest(attribute, public)}"
+        )
+    if not callable(function):
+        raise ConfigError(
+            f"{where}: {target!r} is {kind_of(function)}, expected a function "
+            "(prompt, answer, **args)"
+        )
+    return function
+
+
+def as_verdict(result: Any, who: str) -> Verdict:
+    """A verifier's return value as a Verdict; VerifierError where it is none.
+
+    bool: right or wrong. float in [0, 1]: partial credit, right at 1.0 exactly.
+    """
+    if isinstance(result, bool):
+        return Verdict(result, float(result))
+    if isinstance(result, Verdict):
+        if isinstance(result.correct, bool) and _in_unit(result.score):
+            return Verdict(result.correct, float(result.score))
+    elif _in_unit(result):
+        return Verdict(float(result) == 1.0, float(result))
+    raise VerifierError(
+        f"{who} returned {result!r} ({type(result).__name__}); expected a bool, a float in "
+        "[0, 1] or a mopd.types.Verdict"
+    )
+
+
+def _in_unit(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and 0.0 <= value <= 1.0
+
+
+def _exact_match(cfg: VerifierConfig, prompts: PromptsConfig, where: str) -> Verifier:
+    args = _arguments(cfg, ("strip",), where)
+    strip = args.get("strip", True)
+    if not isinstance(strip, bool):
+        raise ConfigError(f"{where}.args.strip: expected true or false, got {kind_of(strip)}")
+    return ExactMatch(strip)
+
+
+def _reasoning_gym(cfg: VerifierConfig, prompts: PromptsConfig, where: str) -> Verifier:
+    _arguments(cfg, (), where)
+    if prompts.task is None:
+        raise ConfigError(f"{where}: reasoning_gym scores its own tasks; prompts.task is null")
+    return ReasoningGym(prompts.task, dict(prompts.params))
+
+
+def _math_verify(cfg: VerifierConfig, prompts: PromptsConfig, where: str) -> Verifier:
+    _arguments(cfg, (), where)
+    try:
+        importlib.import_module("math_verify")
+    except ImportError as error:
+        raise ConfigError(
+            f"{where}: the package math-verify does not import here ({error}); install the "
+            "project's lock file"
+        ) from error
+    return MathVerify()
+
+
+VERIFIERS: dict[str, Callable[[VerifierConfig, PromptsConfig, str], Verifier]] = {
+    "exact_match": _exact_match,
+    "math_verify": _math_verify,
+    "reasoning_gym": _reasoning_gym,
+}
+
+
+def build_verifier(
+    cfg: VerifierConfig | None, domain: str, prompts: PromptsConfig
+) -> Verifier | None:
+    """The domain's verifier, or None where it has none; ConfigError names the domain."""
+    where = f"domains.{domain}.verifier"
+    if cfg is None:
+        return None
+    if (cfg.name is None) == (cfg.target is None):
+        raise ConfigError(f"{where} needs either name or target (package.module:function)")
+    if cfg.target is not None:
+        return UserVerifier(cfg.target, cfg.args, where)
+    assert cfg.name is not None
+    if cfg.name not in VERIFIERS:
+        raise ConfigError(f"{where}: unknown verifier {cfg.name!r}{nearest(cfg.name, VERIFIERS)}")
+    return VERIFIERS[cfg.name](cfg, prompts, where)
+
+
+def self_check(
+    verifier: Verifier, prompts: Sequence[Prompt], domain: str, *, sample: int = 8
+) -> None:
+    """ConfigError unless the verifier says right of reference answers and not of wrong ones.
+
+    Checks up to `sample` prompts that have a reference answer; does nothing if none has one.
+    Wrong answers: nothing, a nonsense word, and the reference answer of another prompt (which
+    may happen to be right, so only a verifier that accepts every one of those is at fault).
+    """
+    known = [prompt for prompt in prompts if prompt.answer is not None]
+    step = max(1, len(known) // sample)
+    chosen = known[::step][:sample]
+    problems: list[str] = []
+    foreign: list[bool] = []
+    for prompt in chosen:
+        assert prompt.answer is not None
+        verdict = _try(verifier, prompt, prompt.answer, problems)
+        if verdict is not None and not (verdict.correct and verdict.score > 0):
+            problems.append(f"{prompt.id}: called its reference answer {prompt.answer!r} wrong")
+        for wrong in ("", "mopd-wrong-answer"):
+            try:
+                accepted = verifier(prompt, wrong).correct
+            except Exception:  # it may well refuse to judge nonsense
+                accepted = False
+            if accepted and wrong != prompt.answer.strip():
+                problems.append(f"{prompt.id}: called the wrong answer {wrong!r} right")
+        other = next((p.answer for p in known if p.answer and p.answer != prompt.answer), None)
+        if other is not None:
+            verdict = _try(verifier, prompt, other, problems)
+            foreign.append(verdict is not None and verdict.correct)
+    if foreign and all(foreign):
+        problems.append("called every other prompt's answer right as well")
+    if problems:
+        raise ConfigError(listed(f"domains.{domain}.verifier does not do its work", problems))
+
+
+def _try(verifier: Verifier, prompt: Prompt, answer: str, problems: list[str]) -> Verdict | None:
+    try:
+        return verifier(prompt, answer)
+    except Exception as error:  # whatever a user's verifier raises is what we want to show
+        problems.append(f"{prompt.id}: answer {answer!r}: {type(error).__name__}: {error}")
+        return None
+
+
+def _reference(prompt: Prompt) -> str:
+    if prompt.answer is None:
+        raise VerifierError(f"prompt {prompt.id} has no reference answer to compare with")
+    return prompt.answer
+
+
+def _arguments(cfg: VerifierConfig, known: Sequence[str], where: str) -> dict[str, Any]:
+    for name in cfg.args:
+        if name not in known:
+            hint = nearest(name, known) or "; it takes none"
+            raise ConfigError(f"{where}.args: {cfg.name} has no argument {name!r}{hint}")
+    return dict(cfg.args)
