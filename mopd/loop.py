@@ -78,7 +78,7 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
 
         metrics |= reward_metrics(scored) | failure_metrics(len(requests), counts) | timer.metrics()
         metrics["samples"] = float(len(samples))
-        parts.observer.step(step + 1, metrics, samples)
+        parts.observer.step(step + 1, metrics, scored)
 
         done = step + 1
         last = done == train_config.steps or parts.stop_requested()

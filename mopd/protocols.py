@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mopd.types import Prompt, Rollout, TrainSample, Verdict
+from mopd.types import Prompt, Rollout, ScoredSample, TrainSample, Verdict
 
 Verifier = Callable[[Prompt, str], Verdict]
 """(prompt, answer text) -> Verdict. Raises when it cannot judge; a failure is never a 'wrong'."""
@@ -124,7 +124,9 @@ class Observer(Protocol):
         ...
 
     def step(
-        self, step: int, metrics: Mapping[str, float], samples: Sequence[TrainSample]
-    ) -> None: ...
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[ScoredSample]
+    ) -> None:
+        """Step number `step` (the first is 1) is done."""
+        ...
 
     def warn(self, text: str) -> None: ...

@@ -8,7 +8,6 @@ Ctrl-C ends the step in hand, saves, and leaves no process behind; a second one 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import signal
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from mopd.checkpoints import Checkpoint, find_checkpoints, save_checkpoint
 from mopd.config.load import save_config
 from mopd.config.schema import Config
 from mopd.errors import ConfigError, ModelError
-from mopd.evaluation.evaluators import HeldOutEvaluator
+from mopd.evaluation.evaluators import Answers, HeldOutEvaluator
 from mopd.evaluation.metrics import build_retention, write_retention
 from mopd.evaluation.report import write_report
 from mopd.loop import Parts, train
@@ -35,7 +34,7 @@ from mopd.runtime.rollout_pool import RolloutPool
 from mopd.runtime.startup import Startup
 from mopd.runtime.student_group import StudentGroup
 from mopd.runtime.teacher_fleet import TeacherFleet
-from mopd.types import TrainSample
+from mopd.types import ScoredSample
 from mopd.weight_sync.publish import VerifiedWeightSync
 
 
@@ -123,9 +122,6 @@ class System:
             prepared.probe,
             max_logprob_error=self._config.weight_sync.max_logprob_error,
         )
-        self._evaluator = HeldOutEvaluator(
-            prepared.held_out(), engines, teachers.answers, judge, run_dir
-        )
         self._mixture = prepared.mixture()
 
     @classmethod
@@ -181,25 +177,33 @@ class System:
     async def run(self, checkpoint: Checkpoint | None, stop: StopOnSignal) -> Outcome:
         """Everything from the first proof of equal weights to the report."""
         config, progress = self._config, self._progress
-        progress.stage("verify weights")
-        await self._sync.verify(0)  # ranks and engines have both loaded student.model
-        progress.stage("evaluate base and teachers")
-        base = await self._evaluator.student_answers(0)
-        teacher = await self._evaluator.teacher_answers()
-        for line in self._warnings(base, teacher):
-            progress.warn(line)
+        first_step = 0 if checkpoint is None else checkpoint.step
+        with (
+            MetricsWriter(self._run_dir, resume_step=first_step, warn=progress.warn) as metrics,
+            TranscriptWriter(self._run_dir, resume_step=first_step, every=5) as transcripts,
+        ):
+            evaluator = HeldOutEvaluator(
+                self._prepared.held_out(),
+                self._engines,
+                self._teachers.answers,
+                self._judge,
+                self._run_dir,
+                metrics.write_evaluation,
+            )
+            progress.stage("verify weights")
+            await self._sync.verify(0)  # ranks and engines have both loaded student.model
+            progress.stage("evaluate base and teachers")
+            base = await evaluator.student_answers(0)
+            teacher = await evaluator.teacher_answers()
+            for line in teacher_warnings(base, teacher):
+                progress.warn(line)
+            if checkpoint is not None:
+                progress.stage("resume")
+                self._mixture.load_state_dict(checkpoint.prompts_state())
+                await self._student.load(checkpoint.student)
+                await self._sync.publish(version=first_step)
+                evaluator.forget_after(first_step)
 
-        first_step = 0
-        if checkpoint is not None:
-            progress.stage("resume")
-            first_step = checkpoint.step
-            self._mixture.load_state_dict(checkpoint.prompts_state())
-            await self._student.load(checkpoint.student)
-            await self._sync.publish(version=first_step)
-            self._evaluator.forget_after(first_step)
-
-        with MetricsWriter(self._run_dir, resume_step=first_step) as writer:
-            transcripts = TranscriptWriter(self._run_dir, resume_step=first_step)
             progress.begin(first_step)
             stop.finish_step_first = True
             done = await train(
@@ -210,8 +214,10 @@ class System:
                     judge=self._judge,
                     student=self._student,
                     sync=self._sync,
-                    evaluator=self._evaluator,
-                    observer=RunObserver(self, writer, transcripts),
+                    evaluator=evaluator,
+                    observer=RunObserver(
+                        progress, metrics, transcripts, self._teachers, self._prepared
+                    ),
                     checkpoint=self._checkpoint,
                     stop_requested=lambda: stop.requested,
                 ),
@@ -219,14 +225,15 @@ class System:
                 first_step,
             )
             stop.finish_step_first = False
+            if done == config.train.steps:
+                progress.stage("evaluate student")
+                student = await evaluator.student_answers(done)
         if done < config.train.steps:
             progress.note(
                 f"stopped after step {done} of {config.train.steps}, saved; the same command with "
                 "resume=true goes on from there"
             )
             return Outcome(self._run_dir, done, None, write_report(self._run_dir))
-        progress.stage("evaluate student")
-        student = await self._evaluator.student_answers(done)
         retention = build_retention(
             {"base": base, "teacher": teacher, "student": student},
             replicates=config.evaluation.bootstrap,
@@ -251,52 +258,80 @@ class System:
             keep=self._config.train.keep_checkpoints,
         )
 
-    def _warnings(self, base: Any, teacher: Any) -> list[str]:
-        """A teacher no better than the base pulls the student down; a base near 0 cannot learn."""
-        lines = []
-        for name in base:
-            pairs = [
-                (b.correct, t.correct)
-                for b, t in zip(base[name], teacher[name], strict=True)
-                if b.correct is not None and t.correct is not None
-            ]
-            if not pairs:
-                continue
-            b = sum(x for x, _ in pairs) / len(pairs)
-            t = sum(x for _, x in pairs) / len(pairs)
-            if t <= b:
-                lines.append(
-                    f"domain {name}: its teacher answers {t:.1%} of the held-out prompts, the base "
-                    f"{b:.1%}: distillation will pull the student down to it"
-                )
-            elif b < 0.05:
-                lines.append(
-                    f"domain {name}: the base answers {b:.1%}: a student that never succeeds "
-                    "learns slowly, if at all, from its own samples"
-                )
-        return lines
+
+def teacher_warnings(base: Answers, teacher: Answers) -> list[str]:
+    """A teacher no better than the base pulls the student down; a base near 0 cannot learn."""
+    lines = []
+    for name in base:
+        pairs = [
+            (b.correct, t.correct)
+            for b, t in zip(base[name], teacher[name], strict=True)
+            if b.correct is not None and t.correct is not None
+        ]
+        if not pairs:
+            continue
+        b, t = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        if t <= b:
+            lines.append(
+                f"domain {name}: its teacher answers {t:.1%} of the held-out prompts, the base "
+                f"{b:.1%}: distillation will pull the student down to it"
+            )
+        elif b < 0.05:
+            lines.append(
+                f"domain {name}: the base answers {b:.1%}: a student that never succeeds learns "
+                "slowly, if at all, from its own samples"
+            )
+    return lines
 
 
 class RunObserver:
     """The loop's `Observer`: live display, metrics files and transcripts in one."""
 
     def __init__(
-        self, system: System, metrics: MetricsWriter, transcripts: TranscriptWriter
+        self,
+        progress: Progress,
+        metrics: MetricsWriter,
+        transcripts: TranscriptWriter,
+        teachers: TeacherFleet,
+        prepared: Prepared,
     ) -> None:
-        self._system, self._metrics, self._transcripts = system, metrics, transcripts
+        self._progress, self._metrics, self._transcripts = progress, metrics, transcripts
+        self._teachers, self._prepared = teachers, prepared
 
     def stage(self, name: str) -> None:
-        self._system._progress.stage(name)
+        self._progress.stage(name)
 
     def step(
-        self, step: int, metrics: Mapping[str, float], samples: Sequence[TrainSample]
+        self, step: int, metrics: Mapping[str, float], samples: Sequence[ScoredSample]
     ) -> None:
-        everything = dict(metrics) | self._system._teachers.metrics()
+        everything = dict(metrics) | self._teachers.metrics()
         self._metrics.write(step, everything)
-        self._system._progress.step(step, everything)
+        self._progress.step(step, everything)
+        for sample in samples:
+            if self._transcripts.wants(step, sample.rollout.prompt.domain):
+                self._transcript(step, sample)
+
+    def _transcript(self, step: int, sample: ScoredSample) -> None:
+        rollout = sample.rollout
+        decode = self._prepared.tokenizer.decode
+        # The student as it sampled: one step on-policy, log mu is log pi up to rounding.
+        differences = [
+            t - s
+            for t, s in zip(sample.teacher_logprobs or (), rollout.sampler_logprobs, strict=False)
+        ]
+        self._transcripts.write(
+            step,
+            rollout.prompt.domain,
+            rollout.sample_id,
+            prompt=rollout.prompt.text,
+            response=self._prepared.decode(rollout.response_ids),
+            correct=None if sample.verdict is None else sample.verdict.correct,
+            tokens=[decode([token]) for token in rollout.response_ids],
+            teacher_minus_student=differences,
+        )
 
     def warn(self, text: str) -> None:
-        self._system._progress.warn(text)
+        self._progress.warn(text)
 
 
 class StopOnSignal:

@@ -32,6 +32,8 @@ class HeldOutEvaluator:
     Args:
         held_out: domain -> prompts never trained on. A domain without a verifier is answered
             too; its results say that nothing judged them.
+        record: called as ``record(step, who, domain, correct=, score=, n=)`` for every new result,
+            with who one of base, teacher, student; writes evaluations.jsonl.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class HeldOutEvaluator:
         teacher_answers: TeacherAnswers,
         judge: Judge,
         run_dir: Path,
+        record: Callable[..., None],
     ) -> None:
         self._held_out = held_out
         self._rollouts = rollouts
         self._teacher_answers = teacher_answers
         self._judge = judge
         self._run_dir = run_dir
+        self._record_line = record
 
     async def evaluate_student(self, step: int) -> Mapping[str, float]:
         """Answer with the weights the rollout engines hold now; domain -> exact-match rate.
@@ -155,25 +159,16 @@ class HeldOutEvaluator:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps({d: [asdict(r) for r in v] for d, v in answers.items()}))
-        # Steps after a resume point are evaluated again: their old lines must not stay.
         label = "base" if (who, step) == ("student", 0) else who
-        lines = self._run_dir / "evaluations.jsonl"
-        kept = [
-            line
-            for line in (lines.read_text().splitlines() if lines.exists() else [])
-            if (entry := json.loads(line)) and (entry["who"], entry["step"]) != (label, step)
-        ]
         for domain, items in answers.items():
-            entry = {
-                "step": step,
-                "who": label,
-                "domain": domain,
-                "correct": _mean(item.correct for item in items),
-                "score": _mean(item.score for item in items),
-                "n": len(items),
-            }
-            kept.append(json.dumps(entry))
-        lines.write_text("".join(f"{line}\n" for line in kept))
+            self._record_line(
+                step,
+                label,
+                domain,
+                correct=_mean(item.correct for item in items),
+                score=_mean(item.score for item in items),
+                n=len(items),
+            )
         partial.rename(path)
 
     def forget_after(self, step: int) -> None:

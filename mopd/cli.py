@@ -1,0 +1,116 @@
+"""The `mopd` command.
+
+    mopd train CONFIG [MORE.yaml ...] [key=value ...]    distil; progress, metrics, report
+    mopd check CONFIG [MORE.yaml ...] [key=value ...]    what can be found wrong without a model
+    mopd report RUN_DIR                                  write a run's report again
+
+Files are merged in order, so a second one can add a domain and its teacher; ``key=value`` wins
+over both. Exit code 0: done; 1: something a user can mend, said in one message; 2: wrong usage;
+130: stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mopd.errors import MopdError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("mopd: stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        # An error raised inside a Ray actor arrives wrapped, with the actor's traceback.
+        cause = getattr(error, "cause", None) or error
+        if not isinstance(cause, MopdError):
+            raise
+        print(f"mopd: {cause}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mopd",
+        description="Multi-teacher on-policy distillation: several specialists into one student.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, text in (
+        ("train", _train, "distil the teachers into the student, then report retention"),
+        ("check", _check, "check configuration, tokenizers, prompts and verifiers; load no model"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("config", metavar="CONFIG", help="the run's YAML file")
+        command.add_argument(
+            "more", nargs="*", metavar="MORE.yaml | key=value", help="merged over it, in order"
+        )
+        command.add_argument("--plain", action="store_true", help="lines instead of a live display")
+        command.set_defaults(run=run)
+    text = "write report.html and report.md of a run directory again"
+    report = commands.add_parser("report", help=text, description=text)
+    report.add_argument("run_dir", type=Path)
+    report.set_defaults(run=_report)
+    return parser
+
+
+def _prepare(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
+    # Imported late: `mopd --help` must not wait for torch.
+    from mopd.build import prepare
+    from mopd.config.load import load_config
+
+    overrides = [item for item in arguments.more if "=" in item]
+    files = [arguments.config, *(item for item in arguments.more if "=" not in item)]
+    return prepare(load_config(files, overrides))
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from mopd.evaluation.tables import retention_notes, retention_table
+    from mopd.observe.progress import Progress
+    from mopd.run import run_training
+
+    prepared = _prepare(arguments)
+    with Progress(
+        prepared.config.train.steps,
+        list(prepared.config.domains),
+        plain=True if arguments.plain else None,
+    ) as progress:
+        outcome = run_training(prepared, progress)
+    if outcome.retention is not None:
+        from rich.console import Console
+
+        console = Console()
+        console.print(retention_table(outcome.retention))
+        for note in retention_notes(outcome.retention):
+            console.print(note)
+        print(f"retention: {outcome.run_dir / 'retention.json'}")
+        print(f"student:   {outcome.run_dir / 'student'}")
+    print(f"report:    {outcome.report}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    prepared = _prepare(arguments)
+    for name, data in prepared.domains.items():
+        print(f"domain {name}: {data.describe()}")
+    print(f"longest prompt + response: {prepared.max_model_len} tokens")
+    print("no fault found (servers and models were not started)")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from mopd.evaluation.report import write_report
+
+    print(write_report(arguments.run_dir))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

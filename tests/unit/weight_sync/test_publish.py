@@ -1,0 +1,90 @@
+"""Verified weight sync: what must stop a run does, with a text that says what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mopd.errors import WeightSyncError
+from mopd.protocols import Sequences
+from mopd.weight_sync.publish import VerifiedWeightSync, largest_difference, make_probe
+
+PROBE = [([1, 2], [3, 4]), ([5], [6, 7])]
+
+
+class TableStudent:
+    """Logprobs come from its one number, `weight`; exports it as text."""
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    async def logprobs(self, sequences: Sequences) -> list[list[float]]:
+        return [[-self.weight * token for token in response] for _, response in sequences]
+
+    async def export(self, path: Path) -> None:
+        path.write_text(str(self.weight))
+
+
+class TableEngines:
+    """Two engines; `deaf` ones take an update without a word and keep their old weight."""
+
+    def __init__(self, weight: float, deaf: Sequence[int] = ()) -> None:
+        self.weights = [weight, weight]
+        self.deaf = deaf
+        self.versions: list[int] = []
+
+    async def update_weights(self, path: Path, version: int) -> None:
+        self.versions.append(version)
+        for index in range(2):
+            if index not in self.deaf:
+                self.weights[index] = float(path.read_text())
+
+    async def logprobs(self, sequences: Sequences) -> list[list[list[float]]]:
+        return [
+            [[-w * token for token in response] for _, response in sequences] for w in self.weights
+        ]
+
+
+def sync(student: TableStudent, engines: TableEngines, folder: Path) -> VerifiedWeightSync:
+    return VerifiedWeightSync(  # type: ignore[arg-type]
+        student, engines, PROBE, max_logprob_error=1e-3, directory=folder
+    )
+
+
+def test_new_weights_arrive_everywhere_and_no_file_is_left(tmp_path: Path) -> None:
+    student, engines = TableStudent(0.5), TableEngines(0.1)
+    metrics = asyncio.run(sync(student, engines, tmp_path).publish(7))  # type: ignore[arg-type]
+    assert engines.weights == [0.5, 0.5] and engines.versions == [7]
+    assert metrics["sync/probe_error"] == 0.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_kept_its_old_weights_stops_the_run(tmp_path: Path) -> None:
+    student, engines = TableStudent(0.5), TableEngines(0.499, deaf=[1])
+    with pytest.raises(WeightSyncError, match="rollout engine 1 .* version 3.* 0.007 nats"):
+        asyncio.run(sync(student, engines, tmp_path).publish(3))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_is_not_agreement(tmp_path: Path) -> None:
+    student, engines = TableStudent(0.5), TableEngines(float("nan"), deaf=[0, 1])
+    with pytest.raises(WeightSyncError, match="inf nats"):
+        asyncio.run(sync(student, engines, tmp_path).publish(1))
+
+
+def test_largest_difference() -> None:
+    assert largest_difference([[0.0, -1.0]], [[0.5, -1.0]]) == 0.5
+    assert largest_difference([[float("nan")]], [[1.0]]) == float("inf")
+    assert largest_difference([[-float("inf")]], [[-float("inf")]]) == float("inf")
+    with pytest.raises(ValueError):
+        largest_difference([[1.0]], [[1.0, 2.0]])
+
+
+def test_the_probe_is_fixed_by_its_seed_and_stays_inside_the_vocabulary() -> None:
+    prompts = [[1, 2, 3], [4]]
+    probe = make_probe(prompts, 5, 16, 10, seed=3)
+    assert probe == make_probe(prompts, 5, 16, 10, seed=3) != make_probe(prompts, 5, 16, 10, seed=4)
+    assert all(p in prompts and len(r) == 16 and max(r) < 10 for p, r in probe)
