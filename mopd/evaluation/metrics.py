@@ -184,7 +184,8 @@ def build_retention(
     that is null, of ``retention``; ``ci95_of`` says which. ``n`` counts the items behind the
     scores: those that all three roles' answers could be judged on (``n_unscored`` the others). A
     domain without any such item (no verifier) has ``n`` 0, null scores and a
-    ``not_measurable_reason``. Every number is finite; what is undefined is null.
+    ``not_measurable_reason``. Every number is finite; what is undefined is null. Beside these:
+    ``gain_ci95`` of teacher - base, ``change_ci95`` of student - base, ``ROLE_ci95``.
 
     Args:
         results: role -> domain -> answers, for the roles base, teacher and student.
@@ -295,6 +296,7 @@ def _domain_entry(
         "ci95_of": of,
         "retention_ci95": kept_ci95,
         "gain_ci95": gain_ci95,
+        "change_ci95": interval(resampled[:, 2] - resampled[:, 0]),
         **{f"{r}_ci95": interval(resampled[:, k]) for k, r in enumerate(ROLES)},
         "exact": exact,
         "partial": partial,
@@ -314,6 +316,7 @@ _UNSCORED: dict[str, Any] = {
     "ci95_of": None,
     "retention_ci95": [None, None],
     "gain_ci95": [None, None],
+    "change_ci95": [None, None],
     **{f"{r}_ci95": [None, None] for r in ROLES},
     "exact": dict.fromkeys(ROLES),
     "partial": dict.fromkeys(ROLES),

@@ -78,7 +78,7 @@ def retention_markdown(retention: Mapping[str, Any]) -> str:
 
 
 def retention_table(retention: Mapping[str, Any]) -> Table:
-    """A rich table; its caption holds the notes."""
+    """A rich table; `retention_notes` go under it."""
     table = Table(title="Retention on held-out items", title_justify="left")
     for k, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if k == 0 else "right", no_wrap=k != 0)
@@ -87,10 +87,6 @@ def retention_table(retention: Mapping[str, Any]) -> Table:
         table.add_row(*(Text(cell) for cell in row))
     table.add_section()
     table.add_row(*(Text(cell) for cell in mean), style="bold")
-    notes = retention_notes(retention)
-    if notes:
-        table.caption = Text("\n".join(notes))
-        table.caption_justify = "left"
     return table
 
 

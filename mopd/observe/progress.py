@@ -136,17 +136,25 @@ class Progress:
             self._print(self._waiting_line(self._waiting))
 
     @_guarded
+    def begin(self, first_step: int) -> None:
+        """The loop starts, `first_step` steps being done already (0, or those before a resume)."""
+        self._waiting = {}
+        self._step = first_step
+        self._last_step_at = self._now()
+
+    @_guarded
     def stage(self, name: str) -> None:
         """What the step does now: generate, score, train, sync, evaluate, checkpoint, ..."""
         self._stage = (name, self._now())
-        if name != "evaluate":
+        if not name.startswith("evaluate"):
             self._evaluation = None
 
     @_guarded
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step number `step` (the first is 1) is done; metrics named as in `mopd.observe.metrics`.
 
-        Its time is ``time/step_s`` if given, else the time since the step before.
+        Its time is ``time/step_s`` if given, else the time since the step before. Rates are
+        ``samples_per_s`` and ``tokens_per_s``, or else ``samples`` and ``tokens`` over that time.
         """
         now = self._now()
         taken = metrics.get("time/step_s")
@@ -290,11 +298,15 @@ class Progress:
     def _rates(self) -> list[str]:
         eta = self.eta_s()
         parts = [] if eta is None else [f"ETA {duration(eta)}"]
-        for key, unit in (("samples_per_s", "samples/s"), ("tokens_per_s", "tokens/s")):
-            if self._metrics.get(key) is not None:
-                parts.append(f"{float(self._metrics[key]):,.0f} {unit}")
-        if self._metrics.get("mask_fraction") is not None:
-            parts.append(f"masked {float(self._metrics['mask_fraction']):.2%}")
+        metrics, times = self._metrics, self._step_times
+        for name in ("samples", "tokens"):
+            rate = metrics.get(f"{name}_per_s")
+            if rate is None and metrics.get(name) is not None and times and times[-1] > 0:
+                rate = float(metrics[name]) / times[-1]
+            if rate is not None:
+                parts.append(f"{float(rate):,.0f} {name}/s")
+        if metrics.get("mask_fraction") is not None:
+            parts.append(f"masked {float(metrics['mask_fraction']):.2%}")
         return parts
 
     def _domain_cells(self, domain: str) -> tuple[str, str, str]:

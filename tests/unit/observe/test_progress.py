@@ -114,6 +114,14 @@ def test_without_a_step_time_the_clock_is_used():
             assert progress.eta_s() == (None if step == 1 else 4.0 * (100 - step))
 
 
+def test_rates_follow_from_counts_and_a_resumed_run_counts_on():
+    progress, out = plain(min_interval_s=0.0)
+    with progress:
+        progress.begin(40)
+        progress.step(41, {"time/step_s": 2.0, "samples": 192.0, "tokens": 3000.0})
+    assert "step 41/100 | ETA 1 min 58 s | 96 samples/s | 1,500 tokens/s" in out.getvalue()
+
+
 def test_live_display_shows_bar_domains_and_stage():
     out = Terminal()
     with Progress(100, ["spell", "[x]"], file=out) as progress:
