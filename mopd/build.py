@@ -6,20 +6,21 @@ lengths, verifiers (`prepare`). `mopd.run` then starts the processes and hands t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mopd.config.checks import require_valid
+from mopd.config.checks import config_warnings, require_valid
+from mopd.config.model_files import ModelLimits, read_model_limits
 from mopd.config.schema import Config
 from mopd.data.mixture import Mixture
-from mopd.data.models_check import ModelLimits, read_model_limits
-from mopd.data.prompts import DomainData, check_lengths, load_domain
+from mopd.data.prompts import ContextLimit, DomainData, check_lengths, load_domain
 from mopd.data.verifiers import build_verifier, self_check
 from mopd.errors import ConfigError, ModelError
-from mopd.types import Prompt
+from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
 from mopd_teachers.tokenizer_check import explain_difference, tokenizer_fingerprint
 
@@ -38,6 +39,7 @@ class Prepared:
     """Longest prompt plus `rollout.max_response_tokens`, tokens."""
     eos_token_ids: tuple[int, ...]
     probe: Sequence[tuple[list[int], list[int]]]
+    warnings: tuple[str, ...] = ()
 
     @property
     def valid_vocab(self) -> int:
@@ -55,6 +57,18 @@ class Prepared:
     def held_out(self) -> dict[str, Sequence[Prompt]]:
         """Domain -> prompts never trained on."""
         return {name: data.held_out for name, data in self.domains.items()}
+
+    def refuse(self, rollout: Rollout) -> str | None:
+        """Why a rollout cannot be trained on, or None. Such a sample is dropped and counted."""
+        if not rollout.response_ids or rollout.finish_reason == "abort":
+            return "no answer"
+        if max(rollout.response_ids) >= self.valid_vocab:
+            return "an id outside the tokenizer"
+        if len(rollout.sampler_logprobs) != len(rollout.response_ids) or not all(
+            map(math.isfinite, rollout.sampler_logprobs)
+        ):
+            return "a missing logprob"
+        return None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a response without special tokens."""
@@ -74,7 +88,7 @@ def prepare(config: Config) -> Prepared:
     local_teachers = {
         name: Path(teacher.model)
         for name, teacher in config.teachers.items()
-        if teacher.model is not None and not teacher.endpoints
+        if teacher.model is not None and Path(teacher.model).is_dir()
     }
     require_same_tokenizer(student, local_teachers)
     limits = read_model_limits(student)
@@ -84,14 +98,12 @@ def prepare(config: Config) -> Prepared:
             f"{limits.vocab_size} rows (vocab_size in config.json)"
         )
     domains = {
-        name: load_domain(name, domain, tokenizer) for name, domain in config.domains.items()
+        name: load_domain(name, domain, tokenizer, known_domains=list(config.domains))
+        for name, domain in config.domains.items()
     }
-    context = {f"student {student}": limits.max_position_embeddings} | {
-        f"teacher {name}": config.teachers[name].max_model_len
-        or read_model_limits(path).max_position_embeddings
-        for name, path in local_teachers.items()
-    }
-    check_lengths(domains, config.rollout.max_response_tokens, context)
+    check_lengths(
+        domains, config.rollout.max_response_tokens, context_limits(config, limits, local_teachers)
+    )
     for name, domain in config.domains.items():
         verifier = build_verifier(domain.verifier, name, domain.prompts)
         if verifier is not None:
@@ -112,7 +124,25 @@ def prepare(config: Config) -> Prepared:
             len(tokenizer),
             config.seed,
         ),
+        warnings=tuple(config_warnings(config)),
     )
+
+
+def context_limits(
+    config: Config, student: ModelLimits, local_teachers: Mapping[str, Path]
+) -> list[ContextLimit]:
+    """What each model can read; an external teacher whose limit nobody knows yet is left out
+    (its server is asked before training)."""
+    limits = [ContextLimit(f"student ({config.student.model})", student.max_position_embeddings)]
+    for name, teacher in config.teachers.items():
+        tokens = teacher.max_model_len
+        if tokens is None and name in local_teachers:
+            tokens = read_model_limits(local_teachers[name]).max_position_embeddings
+        if tokens is not None:
+            reads = frozenset(d for d, domain in config.domains.items() if domain.teacher == name)
+            # A vLLM server that scores must be asked to generate at least one token.
+            limits.append(ContextLimit(f"teacher {name}", tokens, reads, reserved=1))
+    return limits
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -51,6 +51,8 @@ class Parts:
     observer: Observer
     checkpoint: Callable[[int], Awaitable[None]]
     """Called with the number of finished steps."""
+    refuse: Callable[[Rollout], str | None] = lambda _: None
+    """Why a rollout cannot be trained on, or None."""
     stop_requested: Callable[[], bool] = lambda: False
 
 
@@ -124,13 +126,19 @@ async def collect(
     Returns the samples in the order of `requests` (so that a run does not depend on which engine
     was faster) and the failures by cause. Rollouts that never came back are only in the count.
     """
-    rollouts: dict[str, Rollout] = {}
+    rollouts: dict[str, Rollout | None] = {}  # None: refused, and already counted
     scoring: list[asyncio.Task[Mapping[str, Any]]] = []
     judging: list[asyncio.Task[Mapping[str, Any]]] = []
+    counts: Counter[str] = Counter()
     try:
         with timer("generate"):
-            async for group in parts.rollouts.generate(requests, temperature=temperature):
-                rollouts |= {rollout.sample_id: rollout for rollout in group}
+            async for finished in parts.rollouts.generate(requests, temperature=temperature):
+                refused = {r.sample_id: why for r in finished if (why := parts.refuse(r))}
+                counts.update(f"rollout: {why}" for why in refused.values())
+                group = [r for r in finished if r.sample_id not in refused]
+                rollouts |= {r.sample_id: r for r in group} | dict.fromkeys(refused)
+                if not group:
+                    continue
                 scoring.append(asyncio.ensure_future(parts.teachers.score(group)))
                 judging.append(asyncio.ensure_future(parts.judge.judge(group)))
         with timer("score"):
@@ -141,11 +149,12 @@ async def collect(
         for task in (*scoring, *judging):
             task.cancel()
 
-    counts: Counter[str] = Counter()
     samples = []
     for sample_id, _ in requests:
         if sample_id not in rollouts:
-            counts["rollout: no answer"] += 1
+            counts["rollout: lost"] += 1
+        rollout = rollouts.get(sample_id)
+        if rollout is None:
             continue
         score, verdict = scores.get(sample_id), verdicts.get(sample_id)
         failures = []
@@ -156,7 +165,7 @@ async def collect(
         counts.update(failures)
         samples.append(
             ScoredSample(
-                rollout=rollouts[sample_id],
+                rollout=rollout,
                 teacher_logprobs=None if isinstance(score, TeacherFailed) else score,
                 verdict=None if isinstance(verdict, VerifierFailed) else verdict,
                 failures=tuple(failures),

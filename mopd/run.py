@@ -79,6 +79,8 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
     """
     run_dir, checkpoint = open_run_dir(prepared.config)
     save_config(prepared.config, run_dir / "config.yaml")
+    for text in prepared.warnings:
+        progress.warn(text)
     for name, data in prepared.domains.items():
         progress.note(f"domain {name}: {data.describe()}")
     if checkpoint is not None:
@@ -219,6 +221,7 @@ class System:
                         progress, metrics, transcripts, self._teachers, self._prepared
                     ),
                     checkpoint=self._checkpoint,
+                    refuse=self._prepared.refuse,
                     stop_requested=lambda: stop.requested,
                 ),
                 config,
