@@ -58,6 +58,17 @@ class Prepared:
         """Domain -> prompts never trained on."""
         return {name: data.held_out for name, data in self.domains.items()}
 
+    def teacher_tokens(self) -> dict[str, int]:
+        """Teacher -> tokens its context must hold: its longest sample and the one token that a
+        scoring server must generate."""
+        longest: dict[str, int] = {}
+        for name, data in self.domains.items():
+            teacher = self.config.domains[name].teacher
+            own = max(len(p.token_ids) for p in (*data.train, *data.held_out))
+            needed = own + self.config.rollout.max_response_tokens + 1
+            longest[teacher] = max(needed, longest.get(teacher, 0))
+        return longest
+
     def refuse(self, rollout: Rollout) -> str | None:
         """Why a rollout cannot be trained on, or None. Such a sample is dropped and counted."""
         if not rollout.response_ids or rollout.finish_reason == "abort":

@@ -96,8 +96,8 @@ async def _run(
     async with AsyncExitStack() as stack:
         stack.enter_context(stop)
         progress.waiting({"ray"})
-        stack.enter_context(ray_cluster(config))
-        system = await System.start(prepared, progress, run_dir, stack)
+        host = stack.enter_context(ray_cluster(config))
+        system = await System.start(prepared, progress, run_dir, stack, host)
         return await system.run(checkpoint, stop)
 
 
@@ -128,14 +128,21 @@ class System:
 
     @classmethod
     async def start(
-        cls, prepared: Prepared, progress: Progress, run_dir: Path, stack: AsyncExitStack
+        cls,
+        prepared: Prepared,
+        progress: Progress,
+        run_dir: Path,
+        stack: AsyncExitStack,
+        host: str,
     ) -> System:
         """Start every process at once and wait until all of them answer."""
         config = prepared.config
         layout, student_config = config.student.parallel, config.student
         startup = Startup(progress.waiting, progress.note)
         judge = JudgePool(config.domains, prepared.decode)
-        teachers = TeacherFleet(config, prepared, run_dir / "logs")
+        teachers = TeacherFleet(
+            config, run_dir / "logs", host=host, needed_tokens=prepared.teacher_tokens()
+        )
         stack.push_async_callback(teachers.close)
         engines = RolloutPool(config.rollout)
         student = StudentGroup(

@@ -69,6 +69,7 @@ class RolloutConfig:
     engines: int = 1
     temperature: float = 1.0
     max_response_tokens: int = MISSING
+    ignore_eos: bool = False  # sample on to max_response_tokens (benchmarks)
     max_num_seqs: int = 256
     kv_cache_gib: float = 0.125
     threads_per_engine: int = 1

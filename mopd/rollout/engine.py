@@ -70,6 +70,7 @@ class RolloutEngine:
         self._expected = checkpoint_manifest(model)
         self._allowed = list(range(valid_vocab)) if valid_vocab < vocab_size else None
         self._eos = list(eos_token_ids)
+        self._ignore_eos = config.ignore_eos
         self._seed = seed
         self.weight_version = 0
         memory = (
@@ -115,7 +116,8 @@ class RolloutEngine:
                 logprobs=0,
                 seed=None if temperature == 0 else self._sample_seed(sample_id),
                 detokenize=False,
-                stop_token_ids=self._eos,
+                stop_token_ids=[] if self._ignore_eos else self._eos,
+                ignore_eos=self._ignore_eos,
                 allowed_token_ids=self._allowed,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )

@@ -1,0 +1,233 @@
+"""The run's teachers: servers under Ray supervision, and each domain's way to its own.
+
+A managed teacher's servers are started by a Ray actor each, which owns the process, restarts it
+when it died, and takes it along when the run ends. A teacher given by URLs is only asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mopd.config.schema import Config, TeacherConfig
+from mopd.errors import ModelError, TeacherError
+from mopd.protocols import TeacherFailed
+from mopd.runtime.startup import Startup
+from mopd.types import Prompt, Rollout
+from mopd_teachers.client import Endpoint, ScoreItem, TeacherClient, TeacherFailure
+from mopd_teachers.errors import TeacherError as ServerError
+from mopd_teachers.router import TeacherRouter
+from mopd_teachers.server import ServerProcess, ServerSpec
+
+
+@ray.remote
+class TeacherActor:
+    """Owns one server process; runs where Ray placed it, so that the server has its resources."""
+
+    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+        self._spec, self._log_path = spec, log_path
+        self._server: ServerProcess | None = None
+
+    def start(self, timeout_s: float) -> tuple[str, str]:
+        """Start the server and wait until it answers; (URL, name it serves the model under)."""
+        self._server = ServerProcess(self._spec, self._log_path)
+        self._server.start()
+        self._server.wait_healthy(timeout_s)
+        return self._server.url, self._server.served_name
+
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._server is not None and self._server.alive()
+
+    def stop(self) -> None:
+        """End the server and everything it started; returns when nothing is left."""
+        if self._server is not None:
+            self._server.stop()
+
+
+class _Managed:
+    """One replica: its actor and how to start it again."""
+
+    def __init__(self, name: str, index: int, config: TeacherConfig, spec: ServerSpec, log: Path):
+        self.name, self.config = name, config
+        self.label = name if config.replicas == 1 else f"{name} #{index}"
+        self.actor = TeacherActor.options(  # type: ignore[attr-defined]
+            num_cpus=config.threads, num_gpus=config.gpus
+        ).remote(spec, log)
+
+    async def start(self) -> Endpoint:
+        url, served_name = await self.actor.start.remote(self.config.start_timeout_s)
+        return Endpoint(url, served_name)
+
+
+class TeacherFleet:
+    """`TeacherScorer` over every teacher of the configuration."""
+
+    def __init__(
+        self, config: Config, log_dir: Path, *, host: str, needed_tokens: Mapping[str, int]
+    ) -> None:
+        """
+        Args:
+            host: address the servers bind to; loopback unless the run spans a cluster.
+            needed_tokens: teacher -> longest prompt plus response that it will be given.
+        """
+        self._config = config
+        self._host, self._log_dir = host, log_dir
+        self._needed = needed_tokens
+        self._managed: dict[str, list[_Managed]] = {}
+        self._clients: dict[str, TeacherClient] = {}
+        self._restarting: dict[str, asyncio.Lock] = {}
+        self._restarts: dict[str, int] = {}
+        self._router: TeacherRouter | None = None
+
+    async def start(self, startup: Startup) -> None:
+        """Start every managed server, find every teacher healthy, and the right model.
+
+        Raises:
+            TeacherError: a server does not start or answer, serves another model, or cannot take
+                the longest sample; the text names the teacher and quotes the end of its log.
+        """
+        used = {domain.teacher for domain in self._config.domains.values()}
+        await asyncio.gather(
+            *(self._start_teacher(name, self._config.teachers[name], startup) for name in used)
+        )
+        self._router = TeacherRouter(
+            {d: self._clients[domain.teacher] for d, domain in self._config.domains.items()}
+        )
+
+    async def _start_teacher(self, name: str, config: TeacherConfig, startup: Startup) -> None:
+        with startup.waiting(f"teacher {name}"):
+            try:
+                if config.endpoints:
+                    endpoints = [Endpoint(url, config.model) for url in config.endpoints]
+                else:
+                    self._managed[name] = [
+                        _Managed(name, i, config, self._spec(name, config), self._log(name, i))
+                        for i in range(config.replicas)
+                    ]
+                    endpoints = list(
+                        await asyncio.gather(*(m.start() for m in self._managed[name]))
+                    )
+                client = TeacherClient(
+                    name,
+                    endpoints,
+                    timeout_s=config.timeout_s,
+                    retries=config.retries,
+                    concurrency=config.concurrency,
+                )
+                self._clients[name] = client
+                info = await client.probe()
+            except Exception as error:
+                raise _for_user(error) from error
+        self._restarting[name], self._restarts[name] = asyncio.Lock(), 0
+        limit, needed = info.max_model_len, self._needed[name]
+        if limit is not None and limit < needed:
+            raise ModelError(
+                f"teacher {name}: its server takes {limit} tokens, but the longest prompt plus "
+                f"rollout.max_response_tokens needs {needed} (one more than its length, since a "
+                "scoring server must generate a token)"
+            )
+
+    def _spec(self, name: str, config: TeacherConfig) -> ServerSpec:
+        assert config.model is not None
+        return ServerSpec(
+            name=name,
+            model_path=config.model,
+            revision=config.revision,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            kv_cache_gib=config.kv_cache_gib if config.kv_cache_gib > 0 else None,
+            threads=config.threads,
+            tensor_parallel_size=config.tensor_parallel_size,
+            engine_args=dict(config.engine_args),
+            host=self._host,
+        )
+
+    def _log(self, name: str, index: int) -> Path:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        return (self._log_dir / f"teacher-{name}-{index}.log").resolve()
+
+    async def score(
+        self, rollouts: Sequence[Rollout]
+    ) -> Mapping[str, tuple[float, ...] | TeacherFailed]:
+        """Each sample by its own domain's teacher; a server that died is restarted once."""
+        by_domain: dict[str, list[ScoreItem]] = {}
+        for r in rollouts:
+            item = ScoreItem(r.sample_id, r.prompt.token_ids, r.response_ids)
+            by_domain.setdefault(r.prompt.domain, []).append(item)
+        results = await asyncio.gather(
+            *(self._score(domain, items) for domain, items in by_domain.items())
+        )
+        return {key: value for result in results for key, value in result.items()}
+
+    async def _score(
+        self, domain: str, items: Sequence[ScoreItem]
+    ) -> dict[str, tuple[float, ...] | TeacherFailed]:
+        assert self._router is not None
+        scores = await self._router.score(domain, items)
+        failed = [i for i in items if isinstance(scores[i.sample_id], TeacherFailure)]
+        if failed and await self._revive(self._config.domains[domain].teacher):
+            scores |= await self._router.score(domain, failed)
+        return {
+            key: TeacherFailed(value.cause) if isinstance(value, TeacherFailure) else tuple(value)
+            for key, value in scores.items()
+        }
+
+    async def _revive(self, name: str) -> bool:
+        """Restart the dead servers of a managed teacher; whether there were any."""
+        async with self._restarting[name]:
+            before = self._restarts[name]
+            for index, managed in enumerate(self._managed.get(name, ())):
+                if not await managed.actor.alive.remote():
+                    endpoint = await managed.start()
+                    await self._clients[name].replace_endpoint(index, endpoint)
+                    self._restarts[name] += 1
+            return self._restarts[name] > before
+
+    async def answers(
+        self, domain: str, requests: Sequence[tuple[str, Prompt]]
+    ) -> Sequence[Rollout]:
+        """Greedy answers of the domain's teacher to (request id, prompt) pairs."""
+        client = self._clients[self._config.domains[domain].teacher]
+        try:
+            generated = await client.generate(
+                [list(prompt.token_ids) for _, prompt in requests],
+                max_tokens=self._config.rollout.max_response_tokens,
+                temperature=0.0,
+            )
+        except ServerError as error:
+            raise _for_user(error) from error
+        return [
+            Rollout(
+                sample_id=key,
+                prompt=prompt,
+                response_ids=tuple(answer.token_ids),
+                sampler_logprobs=(),
+                weight_version=0,
+                finish_reason=answer.finish_reason,
+            )
+            for (key, prompt), answer in zip(requests, generated, strict=True)
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """``teacher/NAME/...``: latency, tokens, retries, failures so far, restarts."""
+        flat = {f"teacher/{name}/restarts": float(n) for name, n in self._restarts.items()}
+        for name, client in self._clients.items():
+            flat |= {f"teacher/{name}/{key}": value for key, value in client.metrics().items()}
+        return flat
+
+    async def close(self) -> None:
+        """End every server and connection; returns when none is left."""
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        actors = [managed.actor for group in self._managed.values() for managed in group]
+        await asyncio.gather(*(a.stop.remote() for a in actors), return_exceptions=True)
+
+
+def _for_user(error: BaseException) -> BaseException:
+    """The teachers package knows nothing of `mopd`: its errors become ours."""
+    cause: Any = getattr(error, "cause", None) or error
+    return TeacherError(str(cause)) if isinstance(cause, ServerError) else error
