@@ -37,9 +37,7 @@ class JudgeActor:
     def ready(self) -> None:
         """Returns once the verifiers are built; raises what building them raised."""
 
-    def judge(
-        self, items: Sequence[tuple[str, Prompt, str]], chunk_s: float
-    ) -> Iterator[list[Outcome]]:
+    def judge(self, items: Sequence[tuple[str, Prompt, str]]) -> Iterator[list[Outcome]]:
         """Yield (sample id, verdict) chunks in the order of `items`."""
         chunk: list[Outcome] = []
         sent = time.monotonic()
@@ -52,7 +50,7 @@ class JudgeActor:
                 # A verifier that could not judge has not judged: this is never a wrong answer.
                 outcome = VerifierFailed(f"{type(error).__name__}: {error}"[:200])
             chunk.append((sample_id, outcome))
-            if time.monotonic() - sent >= chunk_s:
+            if time.monotonic() - sent >= _CHUNK_S:
                 yield chunk
                 chunk, sent = [], time.monotonic()
         if chunk:
@@ -85,20 +83,18 @@ class JudgePool:
             if r.prompt.domain in self._domains
         ]
         outcomes: dict[str, Verdict | VerifierFailed] = {}
-        chunk_s = _CHUNK_S
+        one_by_one = False
         async with self._lock:
             while items:
-                done, timed_out = await self._run(items, chunk_s)
+                batch = items[:1] if one_by_one else items
+                done, trouble = await self._run(batch)
+                if trouble and one_by_one:
+                    done = {batch[0][0]: VerifierFailed(trouble)}
+                # After trouble in a batch only asking one by one tells whose fault it was: a
+                # worker that ends takes verdicts along that it had already given.
+                one_by_one = one_by_one != bool(trouble)
                 outcomes |= done
                 items = [item for item in items if item[0] not in done]
-                if timed_out and chunk_s == 0:
-                    # One by one, the first without a verdict is the one that hangs.
-                    sample_id, prompt, _ = items.pop(0)
-                    limit = self._timeout(prompt.domain)
-                    outcomes[sample_id] = VerifierFailed(f"no verdict after {limit:g} s")
-                    chunk_s = _CHUNK_S
-                elif timed_out:
-                    chunk_s = 0.0
         return outcomes
 
     def _timeout(self, domain: str) -> float:
@@ -107,20 +103,25 @@ class JudgePool:
         return verifier.timeout_s
 
     async def _run(
-        self, items: Sequence[tuple[str, Prompt, str]], chunk_s: float
-    ) -> tuple[dict[str, Verdict | VerifierFailed], bool]:
-        """(verdicts, whether the worker missed a deadline and was replaced)."""
-        deadline = chunk_s + max(self._timeout(prompt.domain) for _, prompt, _ in items)
+        self, items: Sequence[tuple[str, Prompt, str]]
+    ) -> tuple[dict[str, Verdict | VerifierFailed], str | None]:
+        """(verdicts, why the worker had to be replaced before it gave them all)."""
+        limit = max(self._timeout(prompt.domain) for _, prompt, _ in items)
         done: dict[str, Verdict | VerifierFailed] = {}
         await self._actor.ready.remote()  # a fresh worker's start is not the verifier's time
-        stream = self._actor.judge.options(num_returns="streaming").remote(items, chunk_s)
+        stream = self._actor.judge.options(num_returns="streaming").remote(items)
         while True:
             try:
-                reference = await asyncio.wait_for(anext(stream), deadline)
+                reference = await asyncio.wait_for(anext(stream), limit + _CHUNK_S)
                 done |= dict(await reference)
             except StopAsyncIteration:
-                return done, False
-            except (TimeoutError, ray.exceptions.ActorDiedError):
-                ray.kill(self._actor)
-                self._actor = self._start()
-                return done, True
+                return done, None
+            except TimeoutError:
+                trouble = f"no verdict after {limit:g} s"
+                break
+            except ray.exceptions.ActorDiedError:
+                trouble = "its process ended while judging"
+                break
+        ray.kill(self._actor)
+        self._actor = self._start()
+        return done, trouble
