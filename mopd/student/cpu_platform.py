@@ -104,8 +104,8 @@ class _TorchForSchedules(ModuleType):
 
 def _split_sizes_for_gloo(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Stand-in for Megatron's ``maybe_move_tensor_to_cpu``, which converts split sizes only when
-    they come from a GPU, while ``all_to_all_single`` takes integers and never a tensor."""
-    return tensor.detach().tolist() if as_numpy and torch.is_tensor(tensor) else tensor
+    they come from a GPU, while ``all_to_all_single`` takes numbers and never a tensor."""
+    return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def install() -> bool:

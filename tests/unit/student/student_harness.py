@@ -1,0 +1,150 @@
+"""Running many checks of the student in one launch of processes.
+
+Importing torch and Megatron costs seconds a process, and the student changes process globals
+(`mopd.student.cpu_platform`), so its tests run in processes of their own: one launch walks through
+a list of cases, and pytest reports each case by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TIMEOUT_S = 600.0
+
+
+class Context:
+    """What a case is given: who it is, and a folder that all ranks share."""
+
+    def __init__(self, rank: int, world: int, folder: Path, ports: list[int]) -> None:
+        self.rank, self.world, self.folder, self._ports = rank, world, folder, list(ports)
+        self.kept: dict[str, Any] = {}
+
+    def port(self) -> int:
+        """The next port of a list that all ranks hold."""
+        return self._ports.pop(0)
+
+    def student(self, kind: str, world: int | None = None, **options: Any) -> Any:
+        """A StudentRank on the shared tiny checkpoint `kind`; see `student_options`."""
+        from mopd.student.trainer import StudentRank
+
+        config, objective, rest = student_options(self.folder / kind, **options)
+        alone = world == 1
+        return StudentRank(
+            config,
+            objective,
+            **rest,
+            rank=0 if alone else self.rank,
+            world_size=1 if alone else self.world,
+            master_port=self.port() if alone else 0,
+        )
+
+
+def student_options(
+    model: Path,
+    *,
+    optimizer: dict[str, Any] | None = None,
+    objective: dict[str, Any] | None = None,
+    parallel: dict[str, int] | None = None,
+    temperature: float = 1.0,
+    total_steps: int = 10,
+    **config: Any,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """(StudentConfig, ObjectiveConfig, other arguments of StudentRank) with test defaults."""
+    from student_tiny import PAD, VALID
+
+    from mopd.config.schema import ObjectiveConfig, OptimizerConfig, ParallelConfig, StudentConfig
+
+    wide = {"icepop_low": 0.0, "icepop_high": 1e9}
+    student = StudentConfig(
+        model=str(model),
+        optimizer=OptimizerConfig(**({"warmup_steps": 3, "clip_grad": 0.0} | (optimizer or {}))),
+        parallel=ParallelConfig(**(parallel or {})),
+        **({"micro_batch_size": 4} | config),
+    )
+    rest = dict(
+        domains=["a", "b"],
+        total_steps=total_steps,
+        temperature=temperature,
+        valid_vocab=VALID,
+        pad_id=PAD,
+    )
+    return student, ObjectiveConfig(**(wide | (objective or {}))), rest
+
+
+Case = Callable[[Context], None]
+
+
+def _work(
+    rank: int, world: int, folder: Path, ports: list[int], setup: Case | None, cases: list[Case]
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    context = Context(rank, world, folder, ports)
+    try:
+        if setup is not None:
+            setup(context)
+        for case in cases:
+            start = time.monotonic()
+            case(context)
+            took = time.monotonic() - start
+            (folder / f"{case.__name__}.{rank}.passed").write_text(f"{took:.1f}s")
+            if dist.is_initialized():
+                dist.barrier()  # a case that failed on one rank ends the launch here
+    except BaseException:
+        (folder / f"failure.{rank}").write_text(traceback.format_exc())
+        raise
+
+
+def launch(world: int, folder: Path, cases: list[Case], setup: Case | None = None) -> None:
+    """Run `cases` in order on `world` processes; their outcomes are files in `folder`."""
+    sockets = [socket.socket() for _ in range(8)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=_work, args=(rank, world, folder, ports, setup, cases))
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+        if any(p.exitcode not in (None, 0) for p in processes):
+            time.sleep(2)  # let the others write what they saw
+            break
+        time.sleep(0.05)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def require_passed(folder: Path, case: Case, world: int) -> None:
+    """Fail the pytest test of `case` unless every rank passed it."""
+    passed = [(folder / f"{case.__name__}.{rank}.passed").exists() for rank in range(world)]
+    if all(passed):
+        return
+    failures = [
+        f"rank {rank}:\n{file.read_text()}"
+        for rank in range(world)
+        if (file := folder / f"failure.{rank}").exists()
+    ]
+    pytest.fail("\n".join(failures) or f"{case.__name__} did not finish in {TIMEOUT_S} s")
