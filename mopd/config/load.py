@@ -108,7 +108,7 @@ def _override(text: str) -> tuple[dict[str, Any], _Source]:
     if expected is not None:
         options = _options(expected)
         # A shell user cannot be asked for a second pair of quotes round a name of digits.
-        if str in options and not isinstance(value, str) and value is not None:
+        if str in options and isinstance(value, bool | int | float):
             value = raw
         if value is None and raw.strip() == "" and str in options:
             value = ""

@@ -76,7 +76,7 @@ def _parse(text: str, math_verify: Any, *, boxed: bool) -> list[Any]:
 
 
 def _evaluated(value: Any) -> Any:
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     if not (isinstance(value, sympy.Expr) and value.is_number) or value.has(sympy.factorial):
         # A factorial carried out may have thousands of digits, and its quotient none.
@@ -86,7 +86,7 @@ def _evaluated(value: Any) -> Any:
 
 def _far_apart(a: Any, b: Any) -> bool:
     """Whether two numbers that the library calls equal are not; False for all else."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]
 
     numbers = isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)
     if not numbers or not (a.is_number and b.is_number):
