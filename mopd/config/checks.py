@@ -234,7 +234,7 @@ def _values(node: Any, path: str) -> Iterator[str]:
                 yield f"{key} {problem}"
         elif field.name in names:
             if value not in names[field.name]:
-                hint = nearest(value, names[field.name])
+                hint = nearest(value, names[field.name]).partition("; known")[0]
                 yield f"{key}: {value!r} is not one of {', '.join(names[field.name])}{hint}"
         elif dataclasses.is_dataclass(value):
             yield from _values(value, f"{key}.")
