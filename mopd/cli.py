@@ -6,7 +6,7 @@
 
 Files are merged in order, so a second one can add a domain and its teacher; ``key=value`` wins
 over both. Exit code 0: done; 1: something a user can mend, said in one message; 2: wrong usage;
-130: stopped by Ctrl-C.
+130: stopped by Ctrl-C, saved.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from pathlib import Path
 
 from mopd.errors import MopdError
 
+STOPPED = 130
+"""Exit code after Ctrl-C, as shells have it; what was done is saved."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
@@ -27,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("mopd: stopped", file=sys.stderr)
-        return 130
+        return STOPPED
     except Exception as error:
         # An error raised inside a Ray actor arrives wrapped, with the actor's traceback.
         cause = getattr(error, "cause", None) or error
@@ -93,7 +96,7 @@ def _train(arguments: argparse.Namespace) -> int:
         print(f"retention: {outcome.run_dir / 'retention.json'}")
         print(f"student:   {outcome.run_dir / 'student'}")
     print(f"report:    {outcome.report}")
-    return 0
+    return 0 if outcome.retention is not None else STOPPED
 
 
 def _check(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from mopd.build import Prepared
 from mopd.checkpoints import Checkpoint, find_checkpoints, save_checkpoint
 from mopd.config.load import save_config
 from mopd.config.schema import Config
-from mopd.errors import ConfigError, ModelError
+from mopd.errors import ConfigError
 from mopd.evaluation.evaluators import Answers, HeldOutEvaluator
 from mopd.evaluation.metrics import build_retention, write_retention
 from mopd.evaluation.report import write_report
@@ -28,6 +28,7 @@ from mopd.loop import Parts, train
 from mopd.observe.metrics import MetricsWriter
 from mopd.observe.progress import Progress
 from mopd.observe.transcripts import TranscriptWriter
+from mopd.protocols import Evaluator, Observer
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
 from mopd.runtime.rollout_pool import RolloutPool
@@ -149,6 +150,7 @@ class System:
             layout.dp * layout.tp * layout.pp,
             threads=student_config.threads_per_rank,
             gpus=student_config.gpus_per_rank,
+            loopback=config.ray.address is None,
         )
 
         async def start_judge() -> None:
@@ -215,24 +217,9 @@ class System:
 
             progress.begin(first_step)
             stop.finish_step_first = True
+            observer = RunObserver(progress, metrics, transcripts, self._teachers, self._prepared)
             done = await train(
-                Parts(
-                    prompts=self._mixture,
-                    rollouts=self._engines,
-                    teachers=self._teachers,
-                    judge=self._judge,
-                    student=self._student,
-                    sync=self._sync,
-                    evaluator=evaluator,
-                    observer=RunObserver(
-                        progress, metrics, transcripts, self._teachers, self._prepared
-                    ),
-                    checkpoint=self._checkpoint,
-                    refuse=self._prepared.refuse,
-                    stop_requested=lambda: stop.requested,
-                ),
-                config,
-                first_step,
+                self.parts(evaluator, observer, lambda: stop.requested), config, first_step
             )
             stop.finish_step_first = False
             if done == config.train.steps:
@@ -258,6 +245,24 @@ class System:
         progress.stage("save student")
         await self._student.save_hf(self._run_dir / "student")
         return Outcome(self._run_dir, done, retention, write_report(self._run_dir))
+
+    def parts(
+        self, evaluator: Evaluator, observer: Observer, stop_requested: Callable[[], bool]
+    ) -> Parts:
+        """What the loop talks to."""
+        return Parts(
+            prompts=self._mixture,
+            rollouts=self._engines,
+            teachers=self._teachers,
+            judge=self._judge,
+            student=self._student,
+            sync=self._sync,
+            evaluator=evaluator,
+            observer=observer,
+            checkpoint=self._checkpoint,
+            refuse=self._prepared.refuse,
+            stop_requested=stop_requested,
+        )
 
     async def _checkpoint(self, step: int) -> None:
         await save_checkpoint(

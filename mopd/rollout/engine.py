@@ -154,7 +154,9 @@ class RolloutEngine:
             finish_reason=reason,
         )
 
-    def logprobs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    def logprobs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[list[float]]:
         """[R] logprobs at temperature 1 of each (prompt ids, response ids)'s response ids."""
         from vllm import SamplingParams
 

@@ -24,9 +24,7 @@ def file_manifest(path: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(file.read(length))
     except (OSError, struct.error, ValueError, MemoryError, OverflowError) as error:
         raise ModelError(f"{path}: not a readable safetensors file ({error})") from error
-    return {
-        name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-    }
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
 def checkpoint_manifest(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,8 @@ import ray
 from mopd.config.schema import Config
 from mopd.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class Role:
@@ -35,7 +37,9 @@ def roles(config: Config) -> list[Role]:
             student.threads_per_rank,
             student.gpus_per_rank,
         ),
-        Role("rollout engine", rollout.engines, rollout.threads_per_engine, rollout.gpus_per_engine),
+        Role(
+            "rollout engine", rollout.engines, rollout.threads_per_engine, rollout.gpus_per_engine
+        ),
         *(
             Role(f"teacher {name}", teacher.replicas, teacher.threads, teacher.gpus)
             for name, teacher in config.teachers.items()
@@ -47,7 +51,8 @@ def roles(config: Config) -> list[Role]:
 
 @contextmanager
 def ray_cluster(config: Config) -> Iterator[str]:
-    """Ray for the length of a run; yields the address that other processes can reach us at.
+    """Ray for the length of a run; yields the address that its processes bind to: loopback on
+    one machine, this node's own in a cluster.
 
     Without an address Ray starts in this process on loopback, with as many logical CPUs as the
     roles ask for: on one machine they take turns (sampling, scoring and training do not overlap
@@ -65,7 +70,7 @@ def ray_cluster(config: Config) -> Iterator[str]:
         ray.init(
             num_cpus=config.ray.num_cpus or max(int(cpus + 0.999), os.cpu_count() or 1),
             include_dashboard=False,
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=LOOPBACK,
             object_store_memory=256 * 2**20 if gpus == 0 else None,
             **quiet,
         )
@@ -80,11 +85,13 @@ def ray_cluster(config: Config) -> Iterator[str]:
     try:
         have = ray.cluster_resources()
         if have.get("GPU", 0) < gpus or have.get("CPU", 0) < cpus:
-            wanted = ", ".join(f"{r.count} x {r.name} ({r.cpus:g} CPU, {r.gpus:g} GPU)" for r in needed)
+            wanted = ", ".join(
+                f"{r.count} x {r.name} ({r.cpus:g} CPU, {r.gpus:g} GPU)" for r in needed
+            )
             raise ConfigError(
                 f"the run needs {cpus:g} CPUs and {gpus:g} GPUs ({wanted}); Ray has "
                 f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs"
             )
-        yield ray.util.get_node_ip_address()
+        yield LOOPBACK if config.ray.address is None else ray.util.get_node_ip_address()
     finally:
         ray.shutdown()

@@ -36,9 +36,7 @@ class RolloutActor:
         self, requests: Sequence[tuple[str, Prompt]], temperature: float, max_tokens: int
     ) -> Iterator[list[Rollout]]:
         """Groups of finished rollouts, streamed."""
-        yield from self._engine.generate(
-            requests, temperature=temperature, max_tokens=max_tokens
-        )
+        yield from self._engine.generate(requests, temperature=temperature, max_tokens=max_tokens)
 
     def logprobs(self, sequences: Sequences) -> list[list[float]]:
         return self._engine.logprobs(sequences)

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from mopd.protocols import Sequences
+from mopd.runtime.cluster import LOOPBACK
 from mopd.runtime.startup import Startup
 from mopd.types import TrainSample
 
@@ -19,9 +20,9 @@ from mopd.types import TrainSample
 class StudentActor:
     """One rank. The class it wraps knows nothing of Ray."""
 
-    def address(self) -> tuple[str, int]:
+    def address(self, loopback: bool) -> tuple[str, int]:
         """(host, free port) for rank 0 to meet the others at."""
-        host = ray.util.get_node_ip_address()
+        host = LOOPBACK if loopback else ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return host, probe.getsockname()[1]
@@ -40,8 +41,11 @@ class StudentActor:
 class StudentGroup:
     """`mopd.protocols.Student` over the actors of every rank."""
 
-    def __init__(self, world_size: int, *, threads: int, gpus: float) -> None:
+    def __init__(self, world_size: int, *, threads: int, gpus: float, loopback: bool) -> None:
         environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        if loopback:  # gloo would take the machine's outward address
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+        self._loopback = loopback
         self._actors = [
             StudentActor.options(  # type: ignore[attr-defined]
                 num_cpus=threads,
@@ -55,7 +59,7 @@ class StudentGroup:
         """Build every rank; returns when all of them hold their weights."""
         world_size = len(self._actors)
         with startup.waiting(f"student ({world_size} ranks)"):
-            host, port = await self._actors[0].address.remote()
+            host, port = await self._actors[0].address.remote(self._loopback)
             await self._all(
                 lambda rank, actor: actor.build.remote(
                     rank=rank,
@@ -87,9 +91,7 @@ class StudentGroup:
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
         shared = [ray.put(argument) for argument in arguments]
-        results = await self._all(
-            lambda _, actor: actor.call.remote(method, *shared, **named)
-        )
+        results = await self._all(lambda _, actor: actor.call.remote(method, *shared, **named))
         return results[0]
 
     async def _all(self, submit: Any) -> list[Any]:

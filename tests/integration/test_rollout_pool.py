@@ -91,7 +91,9 @@ class Rig:
 
     def worst(self, name: str, rollouts: list[Rollout], temperature: float) -> float:
         return max(
-            float((self.expected(name, r, temperature) - torch.tensor(r.sampler_logprobs)).abs().max())
+            float(
+                (self.expected(name, r, temperature) - torch.tensor(r.sampler_logprobs)).abs().max()
+            )
             for r in rollouts
         )
 
@@ -130,7 +132,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 def requests(count: int, length: int = 20, tag: str = "s") -> list[tuple[str, Prompt]]:
     return [
-        (f"{tag}{i}", Prompt(f"p{i}", "d", "", tuple((3 + i * 7 + j * 5) % VALID for j in range(length))))
+        (
+            f"{tag}{i}",
+            Prompt(f"p{i}", "d", "", tuple((3 + i * 7 + j * 5) % VALID for j in range(length))),
+        )
         for i in range(count)
     ]
 
@@ -197,7 +202,10 @@ def test_a_sample_does_not_depend_on_engine_or_batch(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda w: w.pop("model.layers.1.mlp.gate.weight"), r"missing model.layers.1.mlp.gate.weight"),
+        (
+            lambda w: w.pop("model.layers.1.mlp.gate.weight"),
+            r"missing model.layers.1.mlp.gate.weight",
+        ),
         (lambda w: w.update(extra=torch.zeros(2)), r"unexpected extra \[2\]"),
         (
             lambda w: w.update({"lm_head.weight": torch.zeros(VALID, 64)}),
