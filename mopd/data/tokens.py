@@ -39,10 +39,7 @@ class PromptEncoder:
         bos = self._tokenizer.bos_token_id
         result = []
         for text, ids in zip(texts, encoded, strict=True):
-            ids = tuple(ids)
-            written = bool(ids) and bos is not None and ids[0] == bos
-            if not (written and bos in self._prefix):
-                ids = self._prefix + ids
+            ids = self._prefix + tuple(ids)
             while bos is not None and ids[:2] == (bos, bos):
                 ids = ids[1:]
             result.append((text, ids))

@@ -228,12 +228,12 @@ def test_interpolation(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_yaml_aliases_stay_apart_when_one_is_overridden(place: Path) -> None:
     Path("two.yaml").write_text(
-        "domains:\n  a: {teacher: math_rl, prompts: {task: t, params: &p {x: 1}}}\n"
-        "  b: {teacher: math_rl, prompts: {task: t, params: *p}}\n"
+        "domains:\n  a: {teacher: math_rl, prompts: {task: t, params: {deep: &p {x: 1}}}}\n"
+        "  b: {teacher: math_rl, prompts: {task: t, params: {deep: *p}}}\n"
     )
-    config = load_config(["good.yaml", "two.yaml"], ["domains.a.prompts.params.x=2"])
-    assert config.domains["a"].prompts.params == {"x": 2}
-    assert config.domains["b"].prompts.params == {"x": 1}
+    config = load_config(["good.yaml", "two.yaml"], ["domains.a.prompts.params.deep.x=2"])
+    assert config.domains["a"].prompts.params == {"deep": {"x": 2}}
+    assert config.domains["b"].prompts.params == {"deep": {"x": 1}}
 
 
 def test_saved_configuration_loads_to_an_equal_one(loaded: Load) -> None:
