@@ -68,9 +68,7 @@ def setup(context: Context) -> None:
     import torch.distributed as dist
 
     if context.rank == 0:
-        port = context.port()
         for kind in KINDS:
-            context._ports.insert(0, port)
             student = context.student(kind, world=1, optimizer=SMOOTH)
             context.kept[kind] = observe(student)
             student.close()
@@ -80,7 +78,8 @@ def setup(context: Context) -> None:
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
         assert context.kept["moe"]["metrics"]["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
     else:
-        context.port()
+        for _ in KINDS:
+            context.port()
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{context.port()}",
@@ -187,9 +186,7 @@ def masked_everywhere(c: Context) -> None:
     band = {"icepop_low": 0.5, "icepop_high": 5.0}
     student = c.student("moe", parallel={"dp": 2, "ep": 2}, objective=band, micro_batch_size=1)
     logprobs = student.logprobs(SEQUENCES, whole_head=False)
-    live = [
-        replace(s, sampler_logprobs=tuple(lp)) for s, lp in zip(SAMPLES, logprobs, strict=True)
-    ]
+    live = [replace(s, sampler_logprobs=tuple(lp)) for s, lp in zip(SAMPLES, logprobs, strict=True)]
     dead = [replace(s, sampler_logprobs=tuple(x - 200 for x in s.sampler_logprobs)) for s in live]
     student.step(live, 0)  # so that there are moments to keep
     before = _state(student)

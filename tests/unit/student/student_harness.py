@@ -29,8 +29,9 @@ class Context:
         self.kept: dict[str, Any] = {}
 
     def port(self) -> int:
-        """The next port of a list that all ranks hold."""
-        return self._ports.pop(0)
+        """The next of a ring of ports that all ranks hold."""
+        self._ports.append(self._ports.pop(0))
+        return self._ports[-1]
 
     def student(self, kind: str, world: int | None = None, **options: Any) -> Any:
         """A StudentRank on the shared tiny checkpoint `kind`; see `student_options`."""
@@ -100,7 +101,13 @@ def _work(
             setup(context)
         for case in cases:
             start = time.monotonic()
-            case(context)
+            try:
+                case(context)
+            except Exception:
+                (folder / f"{case.__name__}.{rank}.failed").write_text(traceback.format_exc())
+                if world > 1:  # the ranks are out of step now
+                    raise
+                continue
             took = time.monotonic() - start
             (folder / f"{case.__name__}.{rank}.passed").write_text(f"{took:.1f}s")
             if dist.is_initialized():
@@ -142,9 +149,12 @@ def require_passed(folder: Path, case: Case, world: int) -> None:
     passed = [(folder / f"{case.__name__}.{rank}.passed").exists() for rank in range(world)]
     if all(passed):
         return
-    failures = [
-        f"rank {rank}:\n{file.read_text()}"
+    own = [f"{case.__name__}.{rank}.failed" for rank in range(world)]
+    files = [folder / name for name in own if (folder / name).exists()] or [
+        # Not its own fault: a case before it, or the set-up, ended the launch.
+        file
         for rank in range(world)
         if (file := folder / f"failure.{rank}").exists()
     ]
+    failures = [f"{file.name}:\n{file.read_text()}" for file in files]
     pytest.fail("\n".join(failures) or f"{case.__name__} did not finish in {TIMEOUT_S} s")

@@ -1,0 +1,461 @@
+"""The student against transformers and the formula, in one process.
+
+C03, C06, C07, C08, C20, C24, C30 (expert bias), C39; checkpoints, failures, bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "student"))
+
+from student_harness import Context, launch, require_passed  # noqa: E402
+from student_tiny import PAD, VALID, VOCAB, make_checkpoint, make_samples  # noqa: E402
+
+KINDS = ("moe", "mixed", "dense", "tied")
+SAMPLES = make_samples(6)
+SEQUENCES = [(s.prompt_ids, s.response_ids) for s in SAMPLES]
+
+
+def transformers_model(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def transformers_logprobs(
+    model: Any, sequence: tuple[Sequence[int], Sequence[int]], temperature: float, vocabulary: int
+) -> Any:
+    """[R] logprobs of the response, from one unpadded forward; differentiable."""
+    import torch
+
+    prompt, response = sequence
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, :, :vocabulary]
+    logprobs = torch.log_softmax(logits / temperature, -1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(response)[:, None]).squeeze(1)
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    return max(abs(x - y) for u, v in zip(a, b, strict=True) for x, y in zip(u, v, strict=True))
+
+
+def all_gradients_zero(student: Any) -> bool:
+    return all(not g.any() for g in student.gradients().values())
+
+
+def logprobs_equal_transformers(c: Context) -> None:
+    """Every family; C08: logits / T, over the head's rows or the tokenizer's ids as asked."""
+    import torch
+
+    for kind in KINDS:
+        model = transformers_model(c.folder / kind)
+        student = c.student(kind, world=1)
+        for temperature in (1.0, 0.5):
+            for whole_head, vocabulary in ((True, VOCAB), (False, VALID)):
+                with torch.no_grad():
+                    expected = [
+                        transformers_logprobs(model, s, temperature, vocabulary).tolist()
+                        for s in SEQUENCES
+                    ]
+                got = student.logprobs(SEQUENCES, temperature, whole_head)
+                assert largest_difference(got, expected) < 1e-5, (kind, temperature, vocabulary)
+        student.close()
+
+
+def gradients_equal_the_formula(c: Context) -> None:
+    """MATH 1 written out over transformers' own autograd, at T = 0.7, some tokens dropped."""
+    from safetensors.torch import load_file
+
+    temperature, low, high, clip = 0.7, 0.5, 2.0, 0.5
+    for kind in ("moe", "tied"):
+        model = transformers_model(c.folder / kind)
+        loss, kept, clipped, tokens = 0.0, 0, 0, 0
+        samples = []
+        for sample, sequence in zip(SAMPLES, SEQUENCES, strict=True):
+            logprobs = transformers_logprobs(model, sequence, temperature, VALID)
+            pi = logprobs.detach()
+            # sampler and teacher near enough that both sides of the band and the clip are met
+            mu = pi + 0.7 * (pi.new_tensor(sample.sampler_logprobs) + 2.5)
+            teacher = (
+                pi + pi.new_tensor(sample.teacher_logprobs) - mu.new_tensor(sample.sampler_logprobs)
+            )
+            ratio = (pi - mu).exp()
+            weight = ratio * ((ratio >= low) & (ratio <= high))
+            advantage = (teacher - pi).clamp(-clip, clip) + sample.orm_advantage
+            loss = loss - (weight * advantage * logprobs).mean() / len(SAMPLES)
+            kept += int((weight > 0).sum())
+            clipped += int(((teacher - pi).abs() > clip).sum())
+            tokens += len(pi)
+            samples.append(
+                replace(
+                    sample,
+                    sampler_logprobs=tuple(mu.tolist()),
+                    teacher_logprobs=tuple(teacher.tolist()),
+                )
+            )
+        assert 0 < kept < tokens and 0 < clipped < tokens
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                parameter.data = parameter.grad
+            else:
+                assert "embed" not in name
+        model.save_pretrained(c.folder / f"{kind}_gradients")  # renames to the checkpoint's names
+        expected = load_file(c.folder / f"{kind}_gradients" / "model.safetensors")
+
+        student = c.student(
+            kind,
+            world=1,
+            temperature=temperature,
+            objective={"icepop_low": low, "icepop_high": high, "advantage_clip": clip},
+        )
+        got_loss, _ = student._forward_backward(samples)
+        assert got_loss == pytest.approx(float(loss.detach()), abs=1e-6)
+        got = student.gradients()
+        trained = {name for name in expected if not name.endswith("mlp.gate.weight")}
+        assert got.keys() == trained
+        for name in trained:
+            scale = expected[name].abs().max().item()
+            error = (got[name] - expected[name]).abs().max().item()
+            assert error < 1e-5 * max(scale, 0.1), (kind, name, error, scale)
+        metrics = student.step(samples, 0)
+        assert metrics["mask_fraction"] == pytest.approx(1 - kept / tokens)
+        assert metrics["clip_fraction"] == pytest.approx(clipped / tokens)
+        assert metrics["domain/a/tokens"] + metrics["domain/b/tokens"] == tokens
+        student.close()
+
+
+def batch_equals_solo(c: Context) -> None:
+    """C03: prompts of 3 and 7 tokens together, and each alone."""
+    student = c.student("moe", world=1, micro_batch_size=8)
+    pair = [
+        (tuple(range(2, 5)), tuple(range(10, 14))),
+        (tuple(range(20, 27)), tuple(range(30, 32))),
+    ]
+    together = student.logprobs(pair)
+    solo = [student.logprobs([sequence])[0] for sequence in pair]
+    assert largest_difference(together, solo) < 2e-6
+    assert student.logprobs(pair[::-1]) == together[::-1]
+    # One-token prompts and one-token responses (C01's edge) have a prediction too.
+    assert len(student.logprobs([((5,), (6,))])[0]) == 1
+    student.close()
+
+
+def _own(student: Any, temperature: float = 1.0) -> list[Any]:
+    """The samples as this student would have drawn and scored them itself."""
+    logprobs = student.logprobs(SEQUENCES, temperature, whole_head=False)
+    return [
+        replace(s, sampler_logprobs=tuple(lp), teacher_logprobs=tuple(lp), orm_advantage=0.0)
+        for s, lp in zip(SAMPLES, logprobs, strict=True)
+    ]
+
+
+def teacher_equal_to_student(c: Context) -> None:
+    """C06: A is exactly 0 on the same computation; any misalignment by one token is not."""
+    for temperature in (1.0, 0.5):
+        student = c.student("moe", world=1, temperature=temperature)
+        before = student.weights.collect(dict(student.model.named_parameters()))
+        own = _own(student, temperature)
+        metrics = student.step(own, 0)
+        assert metrics["reverse_kl"] == 0.0 and metrics["advantage_std"] == 0.0
+        assert metrics["train_rollout_kl_k1"] == 0.0  # C08: ratio 1 on equal weights at any T
+        assert metrics["grad_norm"] == 0.0 and all_gradients_zero(student)
+        after = student.weights.collect(dict(student.model.named_parameters()))
+        assert all(after[name].equal(before[name]) for name in before)
+        shifted = [replace(s, teacher_logprobs=_roll(s.teacher_logprobs)) for s in own]
+        metrics = student.step(shifted, 1)
+        assert metrics["advantage_std"] > 0.3 and metrics["grad_norm"] > 0.1
+        student.close()
+
+
+def _roll(values: tuple[float, ...]) -> tuple[float, ...]:
+    return (*values[1:], values[0])
+
+
+def teacher_scores_plus_one(c: Context) -> None:
+    """C20: the gradient is linear in A, so a teacher 1 nat surer adds the gradient of A = 1."""
+    student = c.student("moe", world=1, objective={"advantage_clip": 0.0})
+
+    def gradients(samples: list[Any]) -> dict[str, Any]:
+        student._forward_backward(samples)
+        return student.gradients()
+
+    own = _own(student)
+    teacher = [
+        replace(s, teacher_logprobs=t.teacher_logprobs) for s, t in zip(own, SAMPLES, strict=True)
+    ]
+    plus_one = [
+        replace(s, teacher_logprobs=tuple(x + 1 for x in s.teacher_logprobs)) for s in teacher
+    ]
+    base, moved = gradients(teacher), gradients(plus_one)
+    unit = gradients([replace(s, orm_advantage=1.0) for s in own])  # A = 0 + 1
+    both = gradients([replace(s, orm_advantage=1.0) for s in teacher])  # alpha * A_ORM = 1
+    for name in base:
+        size = unit[name].abs().max().item()
+        assert size > 1e-4 or "experts" in name
+        for other in (moved, both):
+            error = (other[name] - base[name] - unit[name]).abs().max().item()
+            assert error < 1e-5 * max(size, 0.1), (name, error)
+    student.close()
+
+
+def icepop_on_real_ratios(c: Context) -> None:
+    """C24: log-ratios of +-200 give exactly nothing; a kept token's weight is its ratio."""
+    student = c.student("moe", world=1, objective={"icepop_low": 0.5, "icepop_high": 5.0})
+    own = [replace(s, orm_advantage=1.0) for s in _own(student)]
+
+    def moved(by: float) -> list[Any]:
+        return [replace(s, sampler_logprobs=tuple(x + by for x in s.sampler_logprobs)) for s in own]
+
+    student._forward_backward(own)
+    plain = student.gradients()
+    student._forward_backward(moved(-math.log(2.0)))  # pi / mu = 2
+    doubled = student.gradients()
+    for name in plain:
+        error = (doubled[name] - 2 * plain[name]).abs().max().item()
+        assert error < 1e-5 * max(plain[name].abs().max().item(), 0.1), name
+    for by in (200.0, -200.0, -math.log(5.001), -math.log(0.4999)):
+        loss, _ = student._forward_backward(moved(by))
+        assert loss == 0.0 and all_gradients_zero(student), by
+    student.close()
+
+
+def refused_samples(c: Context) -> None:
+    """C39 and C07: what cannot be trained on is named, and nothing is touched."""
+    from mopd.errors import ModelError
+
+    student = c.student("moe", world=1)
+    before = student.weights.collect(dict(student.model.named_parameters()))
+    good = SAMPLES[0]
+    n = len(good.response_ids)
+    bad = {
+        "padded head row": replace(good, response_ids=(VALID, *good.response_ids[1:])),
+        "nan": replace(good, teacher_logprobs=(math.nan,) * n),
+        "infinite": replace(good, sampler_logprobs=(-math.inf,) * n),
+        "short scores": replace(good, teacher_logprobs=good.teacher_logprobs + (0.0,)),
+        "no such domain": replace(good, domain="c"),
+        "empty": replace(good, response_ids=(), sampler_logprobs=(), teacher_logprobs=()),
+        "too long": replace(good, prompt_ids=(3,) * 200),
+    }
+    for reason, sample in bad.items():
+        sample = replace(sample, sample_id=reason)
+        assert list(student.refusals([good, sample])) == [reason]
+        with pytest.raises(ModelError, match=reason):
+            student.step([good, sample], 0)
+    last = replace(good, response_ids=(VALID - 1, *good.response_ids[1:]))
+    assert student.refusals([last]) == {}
+    # PAD is an id like any other when it was really sampled.
+    assert student.refusals([replace(good, response_ids=(PAD, *good.response_ids[1:]))]) == {}
+    after = student.weights.collect(dict(student.model.named_parameters()))
+    assert all(after[name].equal(before[name]) for name in before)
+    student.close()
+
+
+def not_finite(c: Context) -> None:
+    """A loss or a gradient beyond float32 stops the step before the weights are touched."""
+    from mopd.errors import ModelError
+
+    student = c.student("moe", world=1, objective={"advantage_clip": 0.0})
+    before = student.weights.collect(dict(student.model.named_parameters()))
+    huge = [replace(s, teacher_logprobs=(3e38,) * len(s.response_ids)) for s in SAMPLES]
+    with pytest.raises(ModelError, match=r"step 7: the (loss|gradient norm) is"):
+        student.step(huge, 7)
+    large = [replace(s, teacher_logprobs=(1e30,) * len(s.response_ids)) for s in SAMPLES]
+    with pytest.raises(ModelError, match="step 8: the gradient norm is inf"):
+        student.step(large, 8)  # a finite loss, whose squared gradients are not
+    after = student.weights.collect(dict(student.model.named_parameters()))
+    assert all(after[name].equal(before[name]) for name in before)
+    assert student._optimizer.steps == 0
+    assert student.step(SAMPLES, 9)["grad_norm"] > 0  # and it can go on
+    student.close()
+
+
+def expert_bias_stays(c: Context) -> None:
+    """C30: a router that has an expert bias keeps it through steps that would move it."""
+    from mopd.student.families import FAMILIES
+    from mopd.student.families.qwen3_moe import Qwen3Moe
+
+    class WithBias(Qwen3Moe):
+        def transformer_kwargs(self) -> dict[str, Any]:
+            return super().transformer_kwargs() | {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+                "moe_router_bias_update_rate": 1e-2,
+            }
+
+    FAMILIES["qwen3_moe"] = WithBias
+    moved = []
+    for freeze in (False, True):
+        student = c.student("moe", world=1, freeze_routers=freeze)
+        biases = {n: b for n, b in student.model.named_buffers() if n.endswith("expert_bias")}
+        assert len(biases) == 2
+        for bias in biases.values():
+            bias.normal_()
+        before = {n: b.clone() for n, b in biases.items()}
+        for step in range(3):
+            student.step(SAMPLES[:2], step)
+        moved.append([not b.equal(before[n]) for n, b in biases.items()])
+        student.close()
+    FAMILIES["qwen3_moe"] = Qwen3Moe
+    # The first line shows that the update is real where it is not frozen.
+    assert moved == [[True, True], [False, False]]
+
+
+def unfrozen_routers_train(c: Context) -> None:
+    """The switch does something: without it the routers move, and their gradient is checked."""
+    student = c.student("moe", world=1, freeze_routers=False)
+    student.step(SAMPLES, 0)
+    gates = {n: g for n, g in student.gradients().items() if n.endswith("mlp.gate.weight")}
+    assert len(gates) == 2 and all(g.abs().max() > 1e-4 for g in gates.values())
+    student.close()
+
+
+def bfloat16(c: Context) -> None:
+    """bfloat16 weights with float32 copies in the optimizer: steps, saves, resumes to the bit."""
+    import torch
+
+    options: dict[str, Any] = {"dtype": "bfloat16", "optimizer": {"clip_grad": 1.0}}
+    straight = c.student("moe", world=1, **options)
+    reference = c.kept["first loss"]
+    assert straight.step(SAMPLES, 0)["loss"] == pytest.approx(reference, rel=0.1)
+    straight.save(c.folder / "bfloat16")
+    straight.step(SAMPLES, 1)
+    main = {n: p.clone() for n, p in straight._main_parameters().items()}
+    assert any(p.dtype == torch.float32 for p in main.values())
+    straight.close()
+    resumed = c.student("moe", world=1, **options)
+    resumed.load(c.folder / "bfloat16")
+    resumed.step(SAMPLES, 1)
+    for name, parameter in resumed._main_parameters().items():
+        assert parameter.equal(main[name]), name
+    for name, parameter in resumed.model.named_parameters():
+        assert parameter.equal(main[name].to(torch.bfloat16)), name
+    resumed.close()
+
+
+def learning_rate_reported(c: Context) -> None:
+    student = c.student("moe", world=1, optimizer={"lr": 1e-3, "warmup_steps": 2})
+    first = student.step(SAMPLES, 0)
+    c.kept["first loss"] = first["loss"]
+    rates = [first["lr"]] + [student.step(SAMPLES, i)["lr"] for i in (1, 9)]
+    assert rates == pytest.approx([5e-4, 1e-3, 0.0])
+    student.close()
+
+
+def save_hf_loads(c: Context) -> None:
+    """The exported folder is an ordinary Hugging Face checkpoint of the trained weights."""
+    import torch
+
+    for kind in ("moe", "tied"):
+        student = c.student(kind, world=1)
+        student.step(SAMPLES, 2)
+        student.save_hf(c.folder / f"{kind}_out")
+        expected = student.logprobs(SEQUENCES)
+        student.close()
+        model = transformers_model(c.folder / f"{kind}_out")
+        with torch.no_grad():
+            got = [transformers_logprobs(model, s, 1.0, VOCAB).tolist() for s in SEQUENCES]
+        assert largest_difference(got, expected) < 1e-5
+        assert (c.folder / f"{kind}_out" / "notes.txt").read_text() == "kept"
+
+
+def interrupted_save(c: Context) -> None:
+    """A save that dies half-way leaves the checkpoint before it whole and loadable."""
+    from mopd.errors import ModelError
+    from mopd.student import trainer
+
+    student = c.student("moe", world=1)
+    directory = c.folder / "checkpoints" / "last"
+    student.step(SAMPLES, 0)
+    student.save(directory)
+    files = {f.name: f.read_bytes() for f in directory.iterdir()}
+    assert len(files) == 5
+    student.step(SAMPLES, 1)
+    write, written = trainer.save_file, []
+
+    def full_disk(tensors: Any, path: Path, metadata: Any) -> None:
+        if written:
+            raise OSError("No space left on device")
+        written.append(path)
+        write(tensors, path, metadata=metadata)
+
+    trainer.save_file = full_disk
+    with pytest.raises(ModelError, match="No space left"):
+        student.save(directory)
+    trainer.save_file = write
+    assert {f.name: f.read_bytes() for f in directory.iterdir()} == files
+    student.load(directory)
+    assert student._optimizer.steps == 1
+    student.step(SAMPLES, 1)
+    student.save(directory)  # over the old one
+    assert {f.name for f in directory.iterdir()} == files.keys()
+    assert {f.name for f in directory.parent.iterdir()} == {"last"}
+    student.close()
+
+
+def wrong_checkpoints(c: Context) -> None:
+    """C34 on resuming: named, and nothing is loaded."""
+    import shutil
+
+    from mopd.errors import ModelError
+
+    student = c.student("moe", world=1)
+    student.step(SAMPLES, 0)
+    student.save(c.folder / "good")
+    broken = c.folder / "broken"
+    shutil.copytree(c.folder / "good", broken)
+    (broken / "exp_avg_sq.safetensors").write_bytes(b"half a file")
+    student.step(SAMPLES, 1)
+    weights = {n: p.clone() for n, p in student.model.named_parameters()}
+    with pytest.raises(ModelError, match="exp_avg_sq.safetensors: not a readable"):
+        student.load(broken)
+    with pytest.raises(ModelError, match="not a student checkpoint"):
+        student.load(c.folder / "nothing here")
+    assert all(p.equal(weights[n]) for n, p in student.model.named_parameters())
+    student.close()
+    unfrozen = c.student("moe", world=1, freeze_routers=False)
+    with pytest.raises(ModelError, match="frozen_routers"):
+        unfrozen.load(c.folder / "good")
+    unfrozen.close()
+
+
+CASES = [
+    logprobs_equal_transformers,
+    gradients_equal_the_formula,
+    batch_equals_solo,
+    teacher_equal_to_student,
+    teacher_scores_plus_one,
+    icepop_on_real_ratios,
+    refused_samples,
+    not_finite,
+    expert_bias_stays,
+    unfrozen_routers_train,
+    learning_rate_reported,
+    bfloat16,
+    save_hf_loads,
+    interrupted_save,
+    wrong_checkpoints,
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("student_one_process")
+    for kind in KINDS:
+        make_checkpoint(path / kind, kind)
+        (path / kind / "notes.txt").write_text("kept")
+    launch(1, path, CASES)
+    return path
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_one_process(folder: Path, case: Any) -> None:
+    require_passed(folder, case, world=1)
