@@ -1,0 +1,40 @@
+"""Counters of one teacher, for the run's metrics."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+
+_WINDOW = 512
+
+
+class TeacherStats:
+    """Totals since the start; latencies (seconds a request) over the last 512 requests."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.retries = 0
+        self.tokens = 0
+        self.failures: Counter[str] = Counter()
+        self._latencies_s: deque[float] = deque(maxlen=_WINDOW)
+
+    def request_done(self, seconds: float) -> None:
+        self.requests += 1
+        self._latencies_s.append(seconds)
+
+    def snapshot(self) -> dict[str, float]:
+        """Plain numbers: requests, retries, tokens, failures, failures/CAUSE, latency_*_s."""
+        ordered = sorted(self._latencies_s)
+        return {
+            "requests": float(self.requests),
+            "retries": float(self.retries),
+            "tokens": float(self.tokens),
+            "failures": float(sum(self.failures.values())),
+            **{f"failures/{cause}": float(n) for cause, n in sorted(self.failures.items())},
+            "latency_p50_s": _quantile(ordered, 0.50),
+            "latency_p95_s": _quantile(ordered, 0.95),
+        }
+
+
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
