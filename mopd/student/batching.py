@@ -95,7 +95,10 @@ def build_rows(
     b = len(sequences)
     r = max((len(s[1]) for s in sequences if s is not None), default=0)
     ids = [[pad_id] * length for _ in range(b)]
-    row, position, target, place = [], [], [], []
+    row: list[int] = []
+    position: list[int] = []
+    target: list[int] = []
+    place: list[int] = []
     for i, sequence in enumerate(sequences):
         if sequence is None:
             continue

@@ -7,30 +7,35 @@ returns the tensors it was given, bit for bit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 
-class Packing(Protocol):
+class Packing(ABC):
     """Full tensors <-> shards."""
 
-    split: bool
+    split: ClassVar[bool] = True
     """False when every rank holds the whole tensor."""
 
-    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor: ...
+    @abstractmethod
+    def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """Shard `rank` of `size`."""
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]: ...
+    @abstractmethod
+    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """The full tensors, from all shards in order."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Packing):
     """The same tensor on every rank (norms, routers)."""
 
-    split: bool = False
+    split: ClassVar[bool] = False
 
     def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
         (tensor,) = full
@@ -41,11 +46,10 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Along:
+class Along(Packing):
     """One tensor cut along `dim` into equal parts (o_proj, down_proj)."""
 
     dim: int
-    split: bool = True
 
     def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
         (tensor,) = full
@@ -56,11 +60,10 @@ class Along:
 
 
 @dataclass(frozen=True)
-class VocabularyRows:
+class VocabularyRows(Packing):
     """[V, H] cut by rows after zero rows were added so that it divides; `join` drops them."""
 
     rows: int
-    split: bool = True
 
     def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
         (tensor,) = full
@@ -76,13 +79,12 @@ class VocabularyRows:
 
 
 @dataclass(frozen=True)
-class GroupedQKV:
+class GroupedQKV(Packing):
     """q [G*Q*D, H], k and v [G*D, H] -> per group (q heads, k, v), groups spread over ranks."""
 
     groups: int
     queries_per_group: int
     head_size: int
-    split: bool = True
 
     def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
         q, k, v = (t.view(self.groups, -1, t.shape[-1]) for t in full)
@@ -96,10 +98,8 @@ class GroupedQKV:
 
 
 @dataclass(frozen=True)
-class GateUp:
+class GateUp(Packing):
     """gate and up [F, H] -> this rank's rows of gate, then its rows of up."""
-
-    split: bool = True
 
     def shard(self, full: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return torch.cat([t.chunk(size)[rank] for t in full])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mopd.config.schema import ParallelConfig
-from mopd.errors import ConfigError
+from mopd.errors import ConfigError, ModelError
 from mopd.student import cpu_platform
 from mopd.student.families.base import Family
 
@@ -111,8 +112,18 @@ def device() -> torch.device:
     )
 
 
-def from_rank_zero(value: Any) -> Any:
-    """`value` of rank 0, on every rank (any small picklable thing)."""
-    box = [value]
+def on_rank_zero(write: Callable[[], Any], what_failed: str) -> Any:
+    """Do it on rank 0; its answer (small, picklable) reaches every rank.
+
+    An OSError of rank 0 becomes a ModelError on every rank, so that none waits for the others.
+    """
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = write()
+        except OSError as error:
+            box[1] = str(error)
     dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise ModelError(f"{what_failed}: {box[1]}.")
     return box[0]

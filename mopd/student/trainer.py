@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mopd.config.schema import ObjectiveConfig, StudentConfig
@@ -26,15 +24,13 @@ from mopd.errors import ModelError
 from mopd.kernels.select import gathered_logprobs
 from mopd.objective.mopd_loss import TokenInputs, mopd_loss
 from mopd.objective.stats import SUM_COLUMNS, domain_sums, summarise
-from mopd.student import batching, cpu_platform, model, parallel
+from mopd.student import batching, checkpoint, cpu_platform, model, parallel
 from mopd.student.families import family_of
-from mopd.student.optimizer import MOMENTS, Optimizer
+from mopd.student.files import write_tensors
+from mopd.student.optimizer import Optimizer
 from mopd.student.schedule import learning_rate
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
 from mopd.types import TrainSample
-
-WEIGHTS, STATE, RNG = "model.safetensors", "state.json", "rng.safetensors"
-CHECKPOINT_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -85,6 +81,7 @@ class StudentRank:
                 f"{self.family.vocabulary} rows; expected no more ids than rows."
             )
         self.valid_vocab = valid_vocab
+        learning_rate(0, config.optimizer, total_steps)  # an unknown schedule is refused now
         parallel.check_layout(config.parallel, self.family, world_size)
         self._made_group = parallel.start(
             config.parallel, rank, world_size, master_addr, master_port, seed
@@ -350,17 +347,19 @@ class StudentRank:
         """The last step's gradients before clipping, by Hugging Face name, on rank 0 (for
         checks; clipping scales them in place)."""
         return self.weights.collect(
-            {n: p.main_grad for n, p in self._parameters().items() if p.requires_grad}
+            {n: p.main_grad for n, p in self.model.named_parameters() if p.requires_grad}
         )
 
     def export(self, path: str | Path) -> dict[str, tuple[int, ...]]:
         """Write all weights as one Hugging Face safetensors file; returns name -> shape.
 
-        The file appears whole or not at all; every rank must see its folder's errors, rank 0
-        writes. Rows added for tensor parallelism are not in it.
+        The file appears whole or not at all. Rows added for tensor parallelism are not in it.
+        Raises ModelError where it cannot be written.
         """
         tensors = self.weights.collect(self._parameters())
-        return self._on_rank_zero(lambda: _write_tensors(tensors, Path(path)))
+        return parallel.on_rank_zero(
+            lambda: write_tensors(tensors, Path(path)), f"could not export the student to {path}"
+        )
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load: the weights, and the
@@ -374,98 +373,36 @@ class StudentRank:
                 weights = file.suffix in {".safetensors", ".bin", ".pt", ".gguf"}
                 if file.is_file() and not weights and not file.name.endswith(".index.json"):
                     shutil.copyfile(file, directory / file.name)
-            dtype = directory / "config.json"
-            settings = json.loads(dtype.read_text())
+            config_file = directory / "config.json"
+            settings = json.loads(config_file.read_text())
             settings["dtype"] = self.config.dtype
-            dtype.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-            _write_tensors(tensors, directory / WEIGHTS)
+            config_file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            write_tensors(tensors, directory / checkpoint.WEIGHTS)
 
-        self._on_rank_zero(write)
+        parallel.on_rank_zero(write, f"could not write the student to {directory}")
 
     # -- checkpoints --------------------------------------------------------------------------
 
     def save(self, directory: str | Path) -> None:
-        """Write weights, Adam's moments and count, and the random state.
-
-        All are stored under Hugging Face names, whole, so `load` works at any layout. Written
-        beside `directory` and renamed: an interrupted save leaves the previous one whole.
-        """
-        final = Path(directory)
-        temporary = final.with_name(f".{final.name}.partial")
-        files = {WEIGHTS: self.weights.collect(self._main_parameters())}
-        for moment, tensors in self._optimizer.moments().items():
-            files[f"{moment}.safetensors"] = self.weights.collect(tensors)
-        state = {
-            "format": CHECKPOINT_FORMAT,
-            "model_type": self.family.hf.model_type,
-            "optimizer_steps": self._optimizer.steps,
-            "frozen_routers": self.config.freeze_routers,
-        }
-
-        def write() -> None:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            for name, tensors in files.items():
-                _write_tensors(tensors, temporary / name)
-            _write_tensors({"cpu": torch.get_rng_state()}, temporary / RNG)
-            _write_text(json.dumps(state, indent=2) + "\n", temporary / STATE)
-            _replace_directory(temporary, final)
-
-        self._on_rank_zero(write)
+        """Write everything the student needs to go on from here (`mopd.student.checkpoint`)."""
+        checkpoint.save(
+            Path(directory),
+            self.weights,
+            self._optimizer,
+            self._main_parameters(),
+            self._identity(),
+        )
 
     def load(self, directory: str | Path) -> None:
-        """Go on from what `save` wrote, at this or any other layout.
-
-        Everything is checked before anything is changed. Raises ModelError for a checkpoint that
-        is not there, not whole, or of another model.
-        """
-        directory = Path(directory)
-        state = self._read_state(directory)
-        shapes = self.family.shapes()
-        trained = {
-            hf
-            for name, p in self._parameters().items()
-            if p.requires_grad
-            for hf in self.weights.names(name)
-        }
-        everywhere: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everywhere, trained)
-        trained = set().union(*everywhere)
-        sources = {WEIGHTS: SafetensorsFolder(directory / WEIGHTS)}
-        sources[WEIGHTS].check(shapes)
-        for moment in MOMENTS:
-            sources[moment] = SafetensorsFolder(directory / f"{moment}.safetensors")
-            sources[moment].check({n: s for n, s in shapes.items() if n in trained})
-        self.weights.load(sources[WEIGHTS], self._main_parameters())
-        self._optimizer.copy_main_to_model()
-        moments = self._optimizer.moments()
-        for moment in MOMENTS:
-            moments[moment] = {n: torch.empty_like(t) for n, t in moments[moment].items()}
-            self.weights.load(sources[moment], moments[moment])
-        if state["optimizer_steps"]:
-            self._optimizer.restore(state["optimizer_steps"], moments)
-        torch.set_rng_state(load_file(directory / RNG)["cpu"])
-        dist.barrier()
-
-    def _read_state(self, directory: Path) -> dict[str, Any]:
-        try:
-            state = json.loads((directory / STATE).read_text())
-        except (OSError, ValueError) as error:
-            raise ModelError(
-                f"{directory}: not a student checkpoint ({error}). Expected the folder that "
-                "StudentRank.save wrote."
-            ) from error
-        for key, expected in (
-            ("format", CHECKPOINT_FORMAT),
-            ("model_type", self.family.hf.model_type),
-            ("frozen_routers", self.config.freeze_routers),
-        ):
-            if state.get(key) != expected:
-                raise ModelError(
-                    f"{directory}: the checkpoint's {key} is {state.get(key)!r}, this run's is "
-                    f"{expected!r}. Resume with the configuration it was written with."
-                )
-        return state
+        """Go on from what `save` wrote, at this or any other layout."""
+        checkpoint.load(
+            Path(directory),
+            self.weights,
+            self._optimizer,
+            self._main_parameters(),
+            self._identity(),
+            self.family.shapes(),
+        )
 
     # -- small helpers ------------------------------------------------------------------------
 
@@ -476,19 +413,12 @@ class StudentRank:
         """All parameters, the trained ones in the precision the optimizer keeps them."""
         return self._parameters() | self._optimizer.main_parameters()
 
-    def _on_rank_zero(self, write: Callable[[], Any]) -> Any:
-        """Do it on rank 0; its answer, or its failure as a ModelError, reaches every rank."""
-        answer: Any = None
-        failure: str | None = None
-        if self.rank == 0:
-            try:
-                answer = write()
-            except OSError as error:
-                failure = str(error)
-        answer, failure = parallel.from_rank_zero((answer, failure))
-        if failure is not None:
-            raise ModelError(f"Could not write the student's weights: {failure}.")
-        return answer
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree on to be gone on from."""
+        return {
+            "model_type": self.family.hf.model_type,
+            "frozen_routers": self.config.freeze_routers,
+        }
 
     def close(self) -> None:
         """Leave the process groups; the object cannot be used afterwards."""
@@ -511,36 +441,3 @@ def _open_checkpoint(config: StudentConfig) -> tuple[Any, SafetensorsFolder]:
     source = SafetensorsFolder(folder)
     source.check(family.shapes(), tied_head=family.tied)
     return family, source
-
-
-def _write_tensors(tensors: Mapping[str, Tensor] | None, path: Path) -> dict[str, tuple[int, ...]]:
-    """Write and rename, so that a reader sees the whole file or the one before."""
-    assert tensors is not None
-    temporary = path.with_name(f".{path.name}.partial")
-    save_file(dict(tensors), temporary, metadata={"format": "pt"})
-    _sync(temporary)
-    os.replace(temporary, path)
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _write_text(text: str, path: Path) -> None:
-    path.write_text(text)
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace_directory(new: Path, final: Path) -> None:
-    """Put `new` in the place of `final`; at every moment one of them is whole on the disk."""
-    previous = final.with_name(f".{final.name}.previous")
-    shutil.rmtree(previous, ignore_errors=True)
-    if final.exists():
-        os.replace(final, previous)
-    os.replace(new, final)
-    shutil.rmtree(previous, ignore_errors=True)

@@ -46,6 +46,8 @@ class SafetensorsFolder:
         source = self.source
         if source.is_file():
             return [source]
+        if source.suffix == ".safetensors":
+            raise ModelError(f"{source}: no such file. Expected one with the weights.")
         index = source / "model.safetensors.index.json"
         if index.is_file():
             names = set(json.loads(index.read_text())["weight_map"].values())
@@ -92,6 +94,8 @@ class SafetensorsFolder:
             )
 
     def get(self, name: str) -> Tensor:
+        if name not in self._file_of:
+            raise ModelError(f"{self.source}: holds no tensor {name!r}.")
         with safe_open(self._file_of[name], framework="pt") as f:
             return f.get_tensor(name)
 

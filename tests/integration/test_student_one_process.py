@@ -370,16 +370,16 @@ def save_hf_loads(c: Context) -> None:
 def interrupted_save(c: Context) -> None:
     """A save that dies half-way leaves the checkpoint before it whole and loadable."""
     from mopd.errors import ModelError
-    from mopd.student import trainer
+    from mopd.student import files
 
     student = c.student("moe", world=1)
     directory = c.folder / "checkpoints" / "last"
     student.step(SAMPLES, 0)
     student.save(directory)
-    files = {f.name: f.read_bytes() for f in directory.iterdir()}
-    assert len(files) == 5
+    saved = {f.name: f.read_bytes() for f in directory.iterdir()}
+    assert len(saved) == 5
     student.step(SAMPLES, 1)
-    write, written = trainer.save_file, []
+    write, written = files.save_file, []
 
     def full_disk(tensors: Any, path: Path, metadata: Any) -> None:
         if written:
@@ -387,16 +387,16 @@ def interrupted_save(c: Context) -> None:
         written.append(path)
         write(tensors, path, metadata=metadata)
 
-    trainer.save_file = full_disk
+    files.save_file = full_disk
     with pytest.raises(ModelError, match="No space left"):
         student.save(directory)
-    trainer.save_file = write
-    assert {f.name: f.read_bytes() for f in directory.iterdir()} == files
+    files.save_file = write
+    assert {f.name: f.read_bytes() for f in directory.iterdir()} == saved
     student.load(directory)
     assert student._optimizer.steps == 1
     student.step(SAMPLES, 1)
     student.save(directory)  # over the old one
-    assert {f.name for f in directory.iterdir()} == files.keys()
+    assert {f.name for f in directory.iterdir()} == saved.keys()
     assert {f.name for f in directory.parent.iterdir()} == {"last"}
     student.close()
 

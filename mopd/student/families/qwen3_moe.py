@@ -63,7 +63,7 @@ class Qwen3Moe(Qwen3):
         hf = self.hf
         if not self.routed(layer):
             return super().mlp_shapes(layer)
-        shapes = {"mlp.gate.weight": (hf.num_experts, hf.hidden_size)}
+        shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (hf.num_experts, hf.hidden_size)}
         for expert in range(hf.num_experts):
             shapes |= gated_shapes(
                 f"mlp.experts.{expert}.", hf.hidden_size, hf.moe_intermediate_size

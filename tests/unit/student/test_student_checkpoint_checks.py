@@ -1,0 +1,158 @@
+"""C34 on the trainer's side: what does not fit is named before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from student_tiny import hf_config, make_checkpoint
+
+from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.errors import ConfigError, ModelError
+from mopd.student.families import FAMILIES, family_of
+from mopd.student.parallel import check_layout
+from mopd.student.trainer import _open_checkpoint
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def moe(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "moe", "moe")
+
+
+@pytest.fixture
+def change(moe: Path) -> Callable[[Callable[[Tensors], None]], StudentConfig]:
+    """Change the checkpoint's tensors and return the student's configuration for it."""
+
+    def apply(edit: Callable[[Tensors], None]) -> StudentConfig:
+        tensors = load_file(moe / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, moe / "model.safetensors", metadata={"format": "pt"})
+        return StudentConfig(model=str(moe))
+
+    return apply
+
+
+def test_good_checkpoints_open(tmp_path: Path) -> None:
+    for kind in ("moe", "mixed", "dense", "tied"):
+        folder = make_checkpoint(tmp_path / kind, kind)
+        family, source = _open_checkpoint(StudentConfig(model=str(folder)))
+        assert family.shapes() == source.shapes
+
+
+def test_missing_router(change: Callable) -> None:
+    config = change(lambda t: t.pop("model.layers.1.mlp.gate.weight"))
+    with pytest.raises(ModelError, match=r"1 missing: model\.layers\.1\.mlp\.gate\.weight"):
+        _open_checkpoint(config)
+
+
+def test_unexpected_name(change: Callable) -> None:
+    config = change(lambda t: t.update({"model.extra.weight": torch.zeros(1)}))
+    with pytest.raises(ModelError, match=r"1 unexpected: model\.extra\.weight"):
+        _open_checkpoint(config)
+
+
+def test_wrong_shape(change: Callable) -> None:
+    config = change(lambda t: t.update({"model.norm.weight": torch.zeros(3)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight \[3\] \(expected \[64\]\)"):
+        _open_checkpoint(config)
+
+
+def test_many_problems_are_counted(change: Callable) -> None:
+    def drop_experts(tensors: Tensors) -> None:
+        for name in [n for n in tensors if ".experts." in n]:
+            del tensors[name]
+        tensors["stray"] = torch.zeros(1)
+
+    with pytest.raises(ModelError, match=r"48 missing: .* and 40 more; 1 unexpected: stray"):
+        _open_checkpoint(change(drop_experts))
+
+
+def test_unreadable_and_absent_files(moe: Path) -> None:
+    (moe / "model.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
+        _open_checkpoint(StudentConfig(model=str(moe)))
+    (moe / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no model\.safetensors"):
+        _open_checkpoint(StudentConfig(model=str(moe)))
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        _open_checkpoint(StudentConfig(model=str(moe / "nowhere")))
+
+
+def test_several_files_with_an_index(moe: Path) -> None:
+    tensors = load_file(moe / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[:20], "b.safetensors": names[20:]}
+    for file, part in parts.items():
+        save_file({n: tensors[n] for n in part}, moe / file)
+    (moe / "model.safetensors").unlink()
+    index = {n: file for file, part in parts.items() for n in part}
+    (moe / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    _, source = _open_checkpoint(StudentConfig(model=str(moe)))
+    assert all(source.get(n).equal(tensors[n]) for n in names)
+    (moe / "b.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no b\.safetensors"):
+        _open_checkpoint(StudentConfig(model=str(moe)))
+
+
+def test_tied_head_stored_beside_the_embedding(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tied", "tied")
+    tensors = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    _open_checkpoint(StudentConfig(model=str(folder)))
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="lm_head.weight differs"):
+        _open_checkpoint(StudentConfig(model=str(folder)))
+
+
+def test_unknown_family() -> None:
+    with pytest.raises(ModelError, match=r"'llama' cannot be trained; known are qwen3, qwen3_moe"):
+        family_of("llama", "some/folder")
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "text"),
+    [
+        ("dense", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("dense", {"attention_bias": True}, "attention_bias is True"),
+        ("moe", {"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+        ("moe", {"num_experts_per_tok": 9}, "num_experts 8 with num_experts_per_tok 9"),
+        ("moe", {"num_experts_per_tok": 1}, "norm_topk_prob with num_experts_per_tok 1"),
+        (
+            "dense",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+            "only the default kind",
+        ),
+    ],
+)
+def test_settings_that_are_not_implemented(kind: str, override: dict, text: str) -> None:
+    hf = hf_config(kind, **override)
+    with pytest.raises(ModelError, match=text):
+        FAMILIES[hf.model_type](hf, "here")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "world", "text"),
+    [
+        ("moe", {"dp": 2}, 4, "= 2 ranks, but 4 were started"),
+        ("moe", {"tp": 4}, 4, "tp 4 does not divide the model's num_query_groups 2"),
+        ("moe", {"pp": 4}, 4, "pp 4 does not divide the model's num_layers 2"),
+        ("moe", {"dp": 2, "ep": 4}, 2, "ep 4 x etp 1 = 4 must divide dp x tp = 2"),
+        ("moe", {"dp": 3, "ep": 3}, 3, "ep 3 does not divide the model's num_moe_experts 8"),
+        ("dense", {"dp": 2, "ep": 2}, 2, "need a model with experts"),
+        ("moe", {"dp": 0}, 0, "dp is 0"),
+    ],
+)
+def test_layouts_that_cannot_be(kind: str, layout: dict, world: int, text: str) -> None:
+    hf = hf_config(kind)
+    family = FAMILIES[hf.model_type](hf, "here")
+    with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
+        check_layout(ParallelConfig(**layout), family, world)
