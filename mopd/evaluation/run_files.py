@@ -1,0 +1,169 @@
+"""Reads what a run left in its directory, finished or not; nothing here needs the run's parts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mopd.errors import DataError
+
+Record = dict[str, Any]
+
+
+@dataclass
+class RunFiles:
+    """The records of one run; empty where a file is missing."""
+
+    run_dir: Path
+    config_text: str = ""
+    config: Record = field(default_factory=dict)
+    metrics: list[Record] = field(default_factory=list)
+    """One a step, in order; where a step is there twice, the later line."""
+    evaluations: list[Record] = field(default_factory=list)
+    """One a (step, who, domain), in order of steps."""
+    retention: Record | None = None
+    transcripts: list[Record] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, in words."""
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.run_dir.resolve().name)
+
+    @property
+    def steps_done(self) -> int:
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    @property
+    def steps_planned(self) -> int | None:
+        train = self.config.get("train")
+        steps = train.get("steps") if isinstance(train, dict) else None
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def domains(self) -> list[str]:
+        """In the configuration's order, then any further one in the order of its first record."""
+        names: dict[str, None] = {}
+        configured = self.config.get("domains")
+        if isinstance(configured, dict):
+            names.update(dict.fromkeys(configured))
+        if self.retention is not None:
+            names.update(dict.fromkeys(self.retention["domains"]))
+        names.update(dict.fromkeys(e["domain"] for e in self.evaluations))
+        for record in self.metrics:
+            for key in record:
+                if key.startswith("domain/") and key.count("/") >= 2:
+                    names[key[len("domain/") : key.rindex("/")]] = None
+        return list(names)
+
+    def curve(self, key: str) -> list[tuple[float, float]]:
+        """(step, value) of a metric wherever it has a value."""
+        return [(r["step"], r[key]) for r in self.metrics if _is_number(r.get(key))]
+
+    def domain_curve(self, domain: str, key: str) -> list[tuple[float, float]]:
+        """The same of ``domain/NAME/key``, without the steps in which the domain had no token
+        (its means are written as 0 there)."""
+        prefix = f"domain/{domain}/"
+        return [
+            (r["step"], r[prefix + key])
+            for r in self.metrics
+            if _is_number(r.get(prefix + key)) and r.get(prefix + "tokens") != 0
+        ]
+
+
+def read_run(run_dir: Path) -> RunFiles:
+    """Read whatever is there.
+
+    Raises:
+        DataError: the directory is missing or holds no file of a run.
+    """
+    if not run_dir.is_dir():
+        raise DataError(f"{run_dir} is not a directory; expected a run's, such as runs/quickstart")
+    names = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "retention.json")
+    if not any((run_dir / name).exists() for name in names):
+        raise DataError(f"{run_dir} holds none of {', '.join(names)}: it is not a run's directory")
+    run = RunFiles(run_dir)
+    _read_config(run)
+    by_step = {r["step"]: r for r in _json_lines(run, "metrics.jsonl", ("step",))}
+    run.metrics = [by_step[step] for step in sorted(by_step)]
+    found = _json_lines(run, "evaluations.jsonl", ("step", "who", "domain"))
+    latest = {(e["step"], e["who"], e["domain"]): e for e in found}
+    run.evaluations = sorted(latest.values(), key=lambda e: int(e["step"]))
+    run.transcripts = _json_lines(
+        run, "transcripts.jsonl", ("step", "domain", "prompt", "response"), optional=True
+    )
+    retention = _json_object(run, "retention.json")
+    if retention is not None and not isinstance(retention.get("domains"), dict):
+        run.problems.append("retention.json has no domains; left out.")
+        retention = None
+    run.retention = retention
+    run.versions = {k: str(v) for k, v in (_json_object(run, "versions.json") or {}).items()}
+    return run
+
+
+def _read_config(run: RunFiles) -> None:
+    path = run.run_dir / "config.yaml"
+    if not path.exists():
+        run.problems.append("config.yaml is missing.")
+        return
+    run.config_text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        config = yaml.safe_load(run.config_text)
+    except yaml.YAMLError as error:
+        run.problems.append(f"config.yaml is not YAML: {error}")
+        return
+    if isinstance(config, dict):
+        run.config = config
+    else:
+        run.problems.append("config.yaml does not hold a mapping.")
+
+
+def _json_lines(
+    run: RunFiles, name: str, needed: tuple[str, ...], *, optional: bool = False
+) -> list[Record]:
+    path = run.run_dir / name
+    if not path.exists():
+        if not optional:
+            run.problems.append(f"{name} is missing.")
+        return []
+    found, bad = [], 0
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            bad += 1
+            continue
+        usable = isinstance(record, dict) and all(k in record for k in needed)
+        if usable and isinstance(record["step"], int):
+            found.append(record)
+        else:
+            bad += 1
+    if bad:
+        run.problems.append(f"{name}: {bad} line(s) could not be read (a killed run tears one).")
+    return found
+
+
+def _json_object(run: RunFiles, name: str) -> Record | None:
+    path = run.run_dir / name
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        run.problems.append(f"{name} is not JSON: {error}")
+        return None
+    if not isinstance(value, dict):
+        run.problems.append(f"{name} does not hold an object.")
+        return None
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
