@@ -130,8 +130,11 @@ def _backward_kernel(
 
 
 def interpreted() -> bool:
-    """Whether these kernels run in Triton's interpreter (decided when triton was imported)."""
-    return not isinstance(_forward_kernel, triton.JITFunction)
+    """Whether these kernels run in Triton's interpreter.
+
+    Triton decides per function when it is decorated: its own (tl.max) at its import, ours at ours.
+    """
+    return not any(isinstance(f, triton.JITFunction) for f in (_forward_kernel, tl.max))
 
 
 def _tile(columns: int) -> int:

@@ -66,7 +66,7 @@ def group_advantages(
         if not math.isfinite(reward):
             raise DataError(
                 f"reward of sample {index} (group {group!r}) is {reward}; expected a finite "
-                "number, or None where the verifier could not judge. Look at that domain's verifier."
+                "number, or None where the verifier could not judge. Mend that domain's verifier."
             )
         members.setdefault(group, []).append(index)
     by_group = [

@@ -1,0 +1,157 @@
+"""Metrics: values written out by hand, sums that add over any split, finite when empty."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mopd.objective.mopd_loss import TokenInputs, mopd_loss
+from mopd.objective.stats import SUM_COLUMNS, domain_sums, summarise
+
+NAMES = ["spell", "sum", "empty"]
+
+
+def batch(seed: int = 0, b: int = 8, t: int = 6):
+    rng = np.random.default_rng(seed)
+    student = rng.uniform(-4, -0.05, (b, t))
+    sampler = student + rng.normal(0, 0.7, (b, t))
+    teacher = student + rng.normal(-0.5, 4, (b, t))
+    mask = rng.random((b, t)) < 0.6
+    mask[2] = False
+    domain = rng.integers(0, 2, b)
+    return student, sampler, teacher, mask, rng.normal(0, 1, b), domain, rng.random((b, t))
+
+
+def sums_of(student, sampler, teacher, mask, orm, domain, entropy, with_entropy=True):
+    inputs = TokenInputs(
+        torch.tensor(sampler),
+        torch.tensor(teacher),
+        torch.tensor(mask),
+        torch.tensor(orm),
+        torch.tensor(entropy) if with_entropy else None,
+    )
+    _, stats = mopd_loss(
+        torch.tensor(student, requires_grad=True),
+        inputs,
+        icepop_low=0.5,
+        icepop_high=5.0,
+        advantage_clip=5.0,
+        denominator="response",
+        aggregation="sequence",
+        num_sequences=max(1, mask.any(1).sum()),
+    )
+    return domain_sums(stats, inputs.mask_BT, torch.tensor(domain), len(NAMES))
+
+
+def test_every_metric_by_hand():
+    student, sampler, teacher, mask, orm, domain, entropy = arrays = batch()
+    metrics = summarise(sums_of(*arrays), NAMES)
+    all_tokens = int(mask.sum())
+    for index, name in [(0, "spell"), (1, "sum"), (None, None)]:
+        rows = np.ones(len(domain), bool) if index is None else domain == index
+        cells = [(i, t) for i, t in zip(*np.nonzero(mask), strict=True) if rows[i]]
+        distil = [teacher[c] - student[c] for c in cells]
+        advantage = [min(max(d, -5), 5) + orm[c[0]] for d, c in zip(distil, cells, strict=True)]
+        log_ratio = [student[c] - sampler[c] for c in cells]
+        sequences = len({i for i, _ in cells})
+        want = {
+            "reverse_kl": -np.mean(distil),
+            "advantage_mean": np.mean(advantage),
+            "advantage_std": np.std(advantage),
+            "clip_fraction": np.mean([abs(d) > 5 for d in distil]),
+            "mask_fraction": np.mean([not 0.5 <= math.exp(x) <= 5 for x in log_ratio]),
+            "tokens": len(cells),
+            "sequences": sequences,
+            "entropy": np.mean([entropy[c] for c in cells]),
+        }
+        k1 = np.mean([-x for x in log_ratio])
+        k3 = np.mean([math.exp(x) - 1 - x for x in log_ratio])
+        if name is None:
+            prefix, want = "", want | {"train_rollout_kl_k1": k1, "train_rollout_kl_k3": k3}
+        else:
+            prefix = f"domain/{name}/"
+            want |= {"k1": k1, "k3": k3, "token_share": len(cells) / all_tokens}
+            want["response_length"] = len(cells) / sequences
+        for key, value in want.items():
+            assert metrics[prefix + key] == pytest.approx(value, abs=1e-12), prefix + key
+    assert metrics["mask_fraction"] > 0 and metrics["clip_fraction"] > 0
+    assert metrics["nonfinite_tokens"] == 0
+
+
+def test_k1_and_k3_estimate_kl_of_sampler_from_trainer():
+    """Weighted by mu, by enumeration: both give KL(mu || pi)."""
+    mu, pi = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
+    exact = float((mu * np.log(mu / pi)).sum())
+    got = {"k1": 0.0, "k3": 0.0}
+    for y in range(3):
+        one = np.array([[np.log(pi[y])]]), np.array([[np.log(mu[y])]]), np.zeros((1, 1))
+        mask = np.ones((1, 1), bool)
+        metrics = summarise(
+            sums_of(*one, mask, np.zeros(1), np.zeros(1, int), np.zeros((1, 1))), NAMES
+        )
+        for key in got:
+            got[key] += mu[y] * metrics[f"domain/spell/{key}"]
+    assert got["k1"] == pytest.approx(exact, abs=1e-12)
+    assert got["k3"] == pytest.approx(exact, abs=1e-12)
+
+
+def test_sums_add_over_any_split():
+    arrays = batch(3, b=10)
+    whole = sums_of(*arrays)
+    assert whole.shape == (3, len(SUM_COLUMNS)) and whole.dtype == torch.float64
+    for parts in ([[0, 3], [1, 2, 4, 5, 6, 7, 8, 9]], [[9], [8, 0, 1], [2], [3, 4, 5, 6, 7]]):
+        added = sum(sums_of(*[a[part] for a in arrays]) for part in parts)
+        torch.testing.assert_close(added, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_finite_when_empty_and_no_entropy_where_none_was_given():
+    metrics = summarise(sums_of(*batch(1), with_entropy=False), NAMES)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert not any("entropy" in key for key in metrics)
+    assert metrics["domain/empty/tokens"] == 0 == metrics["domain/empty/reverse_kl"]
+    nothing = summarise(torch.zeros(3, len(SUM_COLUMNS), dtype=torch.float64), NAMES)
+    assert set(nothing.values()) == {0.0}
+    assert set(nothing) == set(metrics)
+
+
+def test_infinite_tokens_are_counted_and_left_out_of_means():
+    arrays = batch(5)
+    student, sampler, _, mask, _, domain, _ = arrays
+    i, t = (int(axis[0]) for axis in np.nonzero(mask))
+    student[i, t] = -math.inf
+    metrics = summarise(sums_of(*arrays), NAMES)
+    assert metrics["nonfinite_tokens"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+    finite = mask.copy()
+    finite[i, t] = False
+    want = np.mean((sampler - student)[finite])
+    assert metrics["train_rollout_kl_k1"] == pytest.approx(want, abs=1e-12)
+    assert metrics["tokens"] == mask.sum()
+
+
+def test_c07_dead_tokens_never_reach_the_sums():
+    arrays = batch(6)
+    want = sums_of(*arrays)
+    mask = arrays[3]
+    for junk in (math.nan, math.inf, 1e10):
+        filled = [a.copy() for a in arrays]
+        for k in (0, 1, 2, 6):
+            filled[k][~mask] = junk
+        assert torch.equal(sums_of(*filled), want)
+
+
+def test_names_must_match_the_sums():
+    with pytest.raises(ValueError, match="domains"):
+        summarise(torch.zeros(2, len(SUM_COLUMNS)), NAMES)
+
+
+def test_a_metric_for_a_dtype_below_float64():
+    """float32 inputs: the sums are still float64 and agree."""
+    arrays = batch(7)
+    single = [a.astype(np.float32) if a.dtype == np.float64 else a for a in arrays]
+    got, want = sums_of(*single), sums_of(*arrays)
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,70 @@
+"""IcePop: bounds included, exactly 0 outside, no overflow (C24)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mopd.errors import ConfigError
+from mopd.objective.truncation import TRUNCATIONS, icepop
+
+DTYPES = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("low", "high"), [(0.5, 5.0), (0.2, 5.0), (0.5, 2.0), (1.0, 1.0)])
+def test_c24_bounds_are_included_and_a_millionth_beyond_is_not(dtype, low, high):
+    for bound, outward in ((low, -1e-6), (high, 1e-6)):
+        log_bound = torch.tensor([bound], dtype=dtype).log()
+        weight, kept = icepop(log_bound, low, high)
+        assert kept.all() and weight.item() == pytest.approx(bound, rel=1e-6)
+        weight, kept = icepop(log_bound + outward, low, high)
+        assert not kept.any() and weight.item() == 0.0
+        if low < high:
+            weight, kept = icepop(log_bound - outward, low, high)
+            assert kept.all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_c24_extreme_ratios_are_exact_zeros(dtype):
+    log_ratio = torch.tensor([200.0, -200.0, 1e4, math.inf, -math.inf, math.nan], dtype=dtype)
+    for low, high in ((0.5, 5.0), (0.0, 5.0)):
+        weight, kept = icepop(log_ratio, low, high)
+        below = low == 0.0  # an open side keeps a tiny ratio, yet never a ratio of 0
+        assert kept.tolist() == [False, below, False, False, False, False]
+        assert weight[~kept].eq(0).all() and weight.isfinite().all()
+    assert weight.dtype == dtype
+
+
+def test_the_kept_weight_is_the_ratio_and_has_no_gradient():
+    log_ratio = torch.linspace(-0.6, 1.6, 23, dtype=torch.float64, requires_grad=True)
+    weight, kept = TRUNCATIONS["icepop"](log_ratio, low=0.5, high=5.0)
+    assert kept.all() and not weight.requires_grad
+    assert weight.tolist() == pytest.approx([math.exp(x) for x in log_ratio.tolist()], rel=1e-15)
+
+
+def test_masked_fraction_of_a_normal_gap_is_the_one_of_the_formula():
+    """MATH 2: Phi((ln a + s^2/2)/s) + 1 - Phi((ln b + s^2/2)/s) for N(-s^2/2, s^2)."""
+    sigma = 0.5
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randn(200_000, generator=generator, dtype=torch.float64)
+    log_ratio = -(sigma**2) / 2 + sigma * draws
+    _, kept = icepop(log_ratio, 0.5, 5.0)
+
+    def phi(x: float) -> float:
+        return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+    edges = [(math.log(bound) + sigma**2 / 2) / sigma for bound in (0.5, 5.0)]
+    assert 1 - kept.double().mean().item() == pytest.approx(
+        phi(edges[0]) + 1 - phi(edges[1]), abs=2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-0.1, 5.0), (5.0, 0.5), (math.nan, 5.0), (0.0, 0.0), (math.inf, math.inf)]
+)
+def test_impossible_bands_are_refused(low, high):
+    with pytest.raises(ConfigError, match="icepop_low"):
+        icepop(torch.zeros(1), low, high)
