@@ -72,6 +72,8 @@ class ServerSpec:
             ),
             # A model's own generation_config would change sampling behind the caller's back.
             "generation_config": "vllm",
+            # Requests for prompt logprobs never read it; keeping it up costs a few per cent.
+            "enable_prefix_caching": False,
             "disable_uvicorn_access_log": True,
             "disable_log_stats": True,
         }
@@ -180,6 +182,8 @@ class ServerProcess:
         package_root = str(Path(__file__).resolve().parent.parent)
         env = {k: v for k, v in os.environ.items() if k not in _FOREIGN_ENV}
         env["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])])
+        for key, value in _MALLOC_ENV.items():
+            env.setdefault(key, value)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
@@ -278,6 +282,10 @@ _FOREIGN_ENV = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "RAY_ADDRESS", "RAY_JOB_ID", "RAY_RAYLET_PID", "TRITON_INTERPRET",
 }  # fmt: skip
+
+# glibc would hand every activation of a few MB back to the kernel and fault it in again; keeping
+# the pages takes 10 to 15 % off a scoring batch on CPU.
+_MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 
 
 def _kill_group(pgid: int) -> None:
