@@ -71,10 +71,14 @@ def verdict(run: RunFiles) -> str:
     if measured:
         worst = min(measured, key=lambda n: measured[n]["headroom_captured"])
         mean = run.retention["mean_headroom_captured"]
-        of = f"{len(measured)} domain{'s' if len(measured) > 1 else ''}"
-        text = f"The student captures {mean:.1%} of its teachers' headroom on average of {of}"
+        text = f"The student captures {mean:.1%} of its teachers' headroom"
         if len(measured) > 1:
-            text += f"; least in {worst}: {measured[worst]['headroom_captured']:.1%}"
+            text += (
+                f" on average of {len(measured)} domains; least in {worst}: "
+                f"{measured[worst]['headroom_captured']:.1%}"
+            )
+        else:
+            text += f" in {worst}"
         parts.append(text + ".")
     unmeasured = [n for n in domains if n not in measured]
     if unmeasured:

