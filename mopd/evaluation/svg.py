@@ -69,12 +69,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Short: ``0.2``, ``150``, ``2k``, ``1e-05``."""
+    """Short: ``0.2``, ``150``, ``20k``, ``1.5e-6``."""
     if value == 0:
         return "0"
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:.3g}".replace("e-0", "e-") if abs(value) < 1000 else f"{value:.0f}"
 
 
 def averaged(points: Sequence[Point], limit: int = 240) -> list[Point]:
