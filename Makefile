@@ -29,7 +29,7 @@ setup:
 	@$(PYTHON) tools/setup_env.py
 
 quickstart: setup
-	$(BIN)/mopd train $(CONFIG)
+	$(BIN)/mopd train $(CONFIG) resume=true
 
 test: lint
 	$(BIN)/python -m pytest

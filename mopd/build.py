@@ -36,7 +36,8 @@ class Prepared:
     """Of the student's checkpoint."""
     domains: Mapping[str, DomainData]
     max_model_len: int
-    """Longest prompt plus `rollout.max_response_tokens`, tokens."""
+    """What the rollout engine must hold: the longest prompt plus `rollout.max_response_tokens`,
+    plus one; tokens."""
     eos_token_ids: tuple[int, ...]
     probe: Sequence[tuple[list[int], list[int]]]
     warnings: tuple[str, ...] = ()
@@ -126,7 +127,8 @@ def prepare(config: Config) -> Prepared:
         tokenizer=tokenizer,
         limits=limits,
         domains=domains,
-        max_model_len=max(map(len, prompts)) + response,
+        # One more: an engine that scores (the probe of each weight sync) must also generate one.
+        max_model_len=max(map(len, prompts)) + response + 1,
         eos_token_ids=end_of_sequence_ids(tokenizer, student),
         probe=make_probe(
             prompts,
@@ -144,14 +146,15 @@ def context_limits(
 ) -> list[ContextLimit]:
     """What each model can read; an external teacher whose limit nobody knows yet is left out
     (its server is asked before training)."""
-    limits = [ContextLimit(f"student ({config.student.model})", student.max_position_embeddings)]
+    # A vLLM engine or server that scores must be asked to generate at least one token.
+    who = f"student ({config.student.model})"
+    limits = [ContextLimit(who, student.max_position_embeddings, reserved=1)]
     for name, teacher in config.teachers.items():
         tokens = teacher.max_model_len
         if tokens is None and name in local_teachers:
             tokens = read_model_limits(local_teachers[name]).max_position_embeddings
         if tokens is not None:
             reads = frozenset(d for d, domain in config.domains.items() if domain.teacher == name)
-            # A vLLM server that scores must be asked to generate at least one token.
             limits.append(ContextLimit(f"teacher {name}", tokens, reads, reserved=1))
     return limits
 

@@ -89,7 +89,8 @@ def _train(arguments: argparse.Namespace) -> int:
     if outcome.retention is not None:
         from rich.console import Console
 
-        console = Console()
+        # Into a file or a pipe there is no width to fit; the table must not be cut.
+        console = Console(width=None if sys.stdout.isatty() else 120)
         console.print(retention_table(outcome.retention))
         for note in retention_notes(outcome.retention):
             console.print(note)
@@ -103,7 +104,7 @@ def _check(arguments: argparse.Namespace) -> int:
     prepared = _prepare(arguments)
     for name, data in prepared.domains.items():
         print(f"domain {name}: {data.describe()}")
-    print(f"longest prompt + response: {prepared.max_model_len} tokens")
+    print(f"longest prompt + response + 1: {prepared.max_model_len} tokens")
     print("no fault found (servers and models were not started)")
     return 0
 

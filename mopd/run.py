@@ -8,6 +8,7 @@ Ctrl-C ends the step in hand, saves, and leaves no process behind; a second one 
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,11 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
         KeyboardInterrupt: stopped a second time, or before the first step.
     """
     run_dir, checkpoint = open_run_dir(prepared.config)
+    result = run_dir / "retention.json"
+    if checkpoint and checkpoint.step >= prepared.config.train.steps and result.exists():
+        progress.note(f"{run_dir} is finished; overwrite=true runs it again, more train.steps on")
+        retention = json.loads(result.read_text())
+        return Outcome(run_dir, checkpoint.step, retention, write_report(run_dir))
     save_config(prepared.config, run_dir / "config.yaml")
     for text in prepared.warnings:
         progress.warn(text)
