@@ -88,7 +88,8 @@ def environment_key(profile: Profile, root: Path = ROOT) -> str:
     for name in names:
         digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
     digest.update(repr(profile).encode())
-    digest.update(f"{root}\0{sys.version_info[:3]}".encode())
+    # Not the patch version: whichever 3.11 asks, the environment keeps the one it was made with.
+    digest.update(f"{root}\0{sys.version_info[:2]}".encode())
     return digest.hexdigest()
 
 
@@ -182,7 +183,7 @@ class Progress:
         self.quiet_s = quiet_s
         self.started = time.monotonic()
         self.seen = 0
-        self.doing = "starting"
+        self.doing = "looking at what is there"
         self._last = time.monotonic()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._heartbeat, daemon=True)
