@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.checks import config_warnings, require_valid
-from mopd.config.model_files import ModelLimits, read_model_limits
+from mopd.config.model_files import ModelLimits, hub_cache_folder, read_model_limits
 from mopd.config.schema import Config
 from mopd.data.mixture import Mixture
 from mopd.data.prompts import ContextLimit, DomainData, check_lengths, load_domain
@@ -49,11 +49,7 @@ class Prepared:
 
     def mixture(self) -> Mixture:
         """The prompts of every domain, at their start."""
-        return Mixture(
-            {name: data.train for name, data in self.domains.items()},
-            {name: domain.weight for name, domain in self.config.domains.items()},
-            self.config.seed,
-        )
+        return mixture_of(self.config, self.domains)
 
     def held_out(self) -> dict[str, Sequence[Prompt]]:
         """Domain -> prompts never trained on."""
@@ -97,11 +93,7 @@ def prepare(config: Config) -> Prepared:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run never fetches anything by itself
     student = Path(config.student.model)
     tokenizer = load_tokenizer(student)
-    local_teachers = {
-        name: Path(teacher.model)
-        for name, teacher in config.teachers.items()
-        if teacher.model is not None and Path(teacher.model).is_dir()
-    }
+    local_teachers = teacher_folders(config)
     require_same_tokenizer(student, local_teachers)
     limits = read_model_limits(student)
     if limits.vocab_size < len(tokenizer):
@@ -119,7 +111,8 @@ def prepare(config: Config) -> Prepared:
     for name, domain in config.domains.items():
         verifier = build_verifier(domain.verifier, name, domain.prompts)
         if verifier is not None:
-            self_check(verifier, domains[name].held_out, name)
+            self_check(verifier, domains[name].held_out or domains[name].train, name)
+    mixture_of(config, domains).require_room(config.train.prompts_per_step)
     prompts = [p.token_ids for data in domains.values() for p in (*data.train, *data.held_out)]
     response = config.rollout.max_response_tokens
     return Prepared(
@@ -139,6 +132,39 @@ def prepare(config: Config) -> Prepared:
         ),
         warnings=tuple(config_warnings(config)),
     )
+
+
+def mixture_of(config: Config, domains: Mapping[str, DomainData]) -> Mixture:
+    """The training prompts of every domain, drawn by weight."""
+    return Mixture(
+        {name: data.train for name, data in domains.items()},
+        {name: domain.weight for name, domain in config.domains.items()},
+        config.seed,
+    )
+
+
+def teacher_folders(config: Config) -> dict[str, Path]:
+    """Teacher -> its checkpoint on this machine; a teacher given by URL may have none here.
+
+    Raises:
+        ModelError: a teacher that is to be started is a hub name that was never fetched.
+    """
+    folders: dict[str, Path] = {}
+    for name, teacher in config.teachers.items():
+        if teacher.model is None:
+            continue
+        folder: Path | None = Path(teacher.model)
+        if folder is not None and not folder.is_dir():
+            folder = hub_cache_folder(teacher.model)
+        if folder is not None:
+            folders[name] = folder
+        elif not teacher.endpoints:
+            raise ModelError(
+                f"teachers.{name}.model: {teacher.model!r} is neither a folder here nor in the "
+                "Hugging Face cache; a run fetches nothing by itself. Fetch it first: "
+                f"hf download {teacher.model}"
+            )
+    return folders
 
 
 def context_limits(

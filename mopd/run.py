@@ -29,6 +29,7 @@ from mopd.loop import Parts, train
 from mopd.observe.metrics import MetricsWriter
 from mopd.observe.progress import Progress
 from mopd.observe.transcripts import TranscriptWriter
+from mopd.observe.versions import write_versions
 from mopd.protocols import Evaluator, Observer
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
@@ -86,6 +87,7 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
         retention = json.loads(result.read_text())
         return Outcome(run_dir, checkpoint.step, retention, write_report(run_dir))
     save_config(prepared.config, run_dir / "config.yaml")
+    write_versions(run_dir)
     for text in prepared.warnings:
         progress.warn(text)
     for name, data in prepared.domains.items():
@@ -206,6 +208,7 @@ class System:
                 self._judge,
                 self._run_dir,
                 metrics.write_evaluation,
+                progress.evaluation,
             )
             progress.stage("verify weights")
             await self._sync.verify(0)  # ranks and engines have both loaded student.model

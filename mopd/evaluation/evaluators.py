@@ -34,6 +34,7 @@ class HeldOutEvaluator:
             too; its results say that nothing judged them.
         record: called as ``record(step, who, domain, correct=, score=, n=)`` for every new result,
             with who one of base, teacher, student; writes evaluations.jsonl.
+        progress: called as ``progress(who, answered, all)`` while answers come in.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class HeldOutEvaluator:
         judge: Judge,
         run_dir: Path,
         record: Callable[..., None],
+        progress: Callable[[str, int, int], None] = lambda who, done, total: None,
     ) -> None:
         self._held_out = held_out
         self._rollouts = rollouts
@@ -51,6 +53,7 @@ class HeldOutEvaluator:
         self._judge = judge
         self._run_dir = run_dir
         self._record_line = record
+        self._progress = progress
 
     async def evaluate_student(self, step: int) -> Mapping[str, float]:
         """Answer with the weights the rollout engines hold now; domain -> exact-match rate.
@@ -107,6 +110,7 @@ class HeldOutEvaluator:
         async for group in ask():
             rollouts |= {rollout.sample_id: rollout for rollout in group}
             outcomes |= await self._judge.judge(group)
+            self._progress(label_of(who, step), len(rollouts), len(requests))
         missing = [prompt.id for key, prompt in requests.items() if key not in rollouts]
         if missing:
             raise TeacherError(
@@ -159,7 +163,7 @@ class HeldOutEvaluator:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps({d: [asdict(r) for r in v] for d, v in answers.items()}))
-        label = "base" if (who, step) == ("student", 0) else who
+        label = label_of(who, step)
         for domain, items in answers.items():
             self._record_line(
                 step,
@@ -176,6 +180,11 @@ class HeldOutEvaluator:
         for path in (self._run_dir / "answers").glob("student-*.json"):
             if int(path.stem.rpartition("-")[2]) > step:
                 path.unlink()
+
+
+def label_of(who: str, step: int) -> str:
+    """The student before its first step is the base."""
+    return "base" if (who, step) == ("student", 0) else who
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
