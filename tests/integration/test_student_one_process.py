@@ -176,6 +176,20 @@ def teacher_equal_to_student(c: Context) -> None:
         student.close()
 
 
+def weight_decay_spares_norms_and_routers(c: Context) -> None:
+    """With every gradient exactly 0, decay alone moves matrices by lr * decay, and nothing else."""
+    student = c.student("moe", world=1, optimizer={"lr": 0.1, "weight_decay": 0.5})
+    before = student.weights.collect(dict(student.model.named_parameters()))
+    assert student.step(_own(student), 9)["lr"] == 0.0  # the schedule's end
+    metrics = student.step(_own(student), 2)
+    after = student.weights.collect(dict(student.model.named_parameters()))
+    for name, tensor in before.items():
+        still = "norm" in name or name.endswith("mlp.gate.weight")
+        expected = tensor if still else tensor * (1 - metrics["lr"] * 0.5)
+        assert (after[name] - expected).abs().max() < 1e-6, name
+    student.close()
+
+
 def _roll(values: tuple[float, ...]) -> tuple[float, ...]:
     return (*values[1:], values[0])
 
@@ -432,6 +446,7 @@ CASES = [
     gradients_equal_the_formula,
     batch_equals_solo,
     teacher_equal_to_student,
+    weight_decay_spares_norms_and_routers,
     teacher_scores_plus_one,
     icepop_on_real_ratios,
     refused_samples,
