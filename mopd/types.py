@@ -14,6 +14,13 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "abort"]
 
 
+def finish_reason(said: str | None) -> FinishReason:
+    """What an engine said of why an answer ended; anything but an end or the limit is an abort."""
+    if said == "stop":
+        return "stop"
+    return "length" if said == "length" else "abort"
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question of one domain, e.g. ``Prompt("spell/00042", "spell", "spell: cat\\n", ...)``."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
 from mopd.rollout.manifest import checkpoint_manifest, file_manifest, require_same_tensors
-from mopd.types import FinishReason, Prompt, Rollout
+from mopd.types import Prompt, Rollout, finish_reason
 
 _GIB = 2**30
 
@@ -142,16 +142,13 @@ class RolloutEngine:
         logprobs = tuple(
             entry[token].logprob for token, entry in zip(ids, completion.logprobs, strict=True)
         )
-        reason: FinishReason = (
-            completion.finish_reason if completion.finish_reason in ("stop", "length") else "abort"
-        )
         return Rollout(
             sample_id=output.request_id,
             prompt=prompt,
             response_ids=ids,
             sampler_logprobs=logprobs,
             weight_version=self.weight_version,
-            finish_reason=reason,
+            finish_reason=finish_reason(completion.finish_reason),
         )
 
     def logprobs(

@@ -17,7 +17,7 @@ from mopd.config.schema import Config, TeacherConfig
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
-from mopd.types import Prompt, Rollout
+from mopd.types import Prompt, Rollout, finish_reason
 from mopd_teachers.client import Endpoint, ScoreItem, TeacherClient, TeacherFailure
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.router import TeacherRouter
@@ -208,7 +208,7 @@ class TeacherFleet:
                 response_ids=tuple(answer.token_ids),
                 sampler_logprobs=(),
                 weight_version=0,
-                finish_reason=answer.finish_reason,
+                finish_reason=finish_reason(answer.finish_reason),
             )
             for (key, prompt), answer in zip(requests, generated, strict=True)
         ]
