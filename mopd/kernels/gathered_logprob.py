@@ -175,24 +175,25 @@ def row_partials(
     if rows == 0:
         return partials
     tile = _tile(columns.valid)
-    _forward_kernel[(rows,)](
-        logits_NV,
-        target_ids_N,
-        partials.row_max_N,
-        partials.sum_exp_N,
-        partials.target_logit_N,
-        partials.owned_N,
-        partials.sum_exp_N if partials.weighted_N is None else partials.weighted_N,
-        logits_NV.stride(0),
-        logits_NV.stride(1),
-        1.0 / temperature,
-        columns.start,
-        columns.valid,
-        IGNORE_ID=IGNORE,
-        ENTROPY=entropy,
-        TILE=tile,
-        num_warps=_warps(tile),
-    )
+    with torch.cuda.device_of(logits_NV):  # Triton launches on the current device
+        _forward_kernel[(rows,)](
+            logits_NV,
+            target_ids_N,
+            partials.row_max_N,
+            partials.sum_exp_N,
+            partials.target_logit_N,
+            partials.owned_N,
+            partials.sum_exp_N if partials.weighted_N is None else partials.weighted_N,
+            logits_NV.stride(0),
+            logits_NV.stride(1),
+            1.0 / temperature,
+            columns.start,
+            columns.valid,
+            IGNORE_ID=IGNORE,
+            ENTROPY=entropy,
+            TILE=tile,
+            num_warps=_warps(tile),
+        )
     return partials
 
 
@@ -211,22 +212,23 @@ def write_gradient(
     if rows == 0 or all_columns == 0:
         return
     tile = _tile(all_columns)
-    _backward_kernel[(rows,)](
-        logits_NV,
-        target_ids_N,
-        stats.row_max_N,
-        stats.log_sum_N,
-        grad_N.contiguous(),
-        out_NV,
-        logits_NV.stride(0),
-        logits_NV.stride(1),
-        out_NV.stride(0),
-        out_NV.stride(1),
-        1.0 / temperature,
-        columns.start,
-        columns.valid,
-        all_columns,
-        IGNORE_ID=IGNORE,
-        TILE=tile,
-        num_warps=_warps(tile),
-    )
+    with torch.cuda.device_of(logits_NV):
+        _backward_kernel[(rows,)](
+            logits_NV,
+            target_ids_N,
+            stats.row_max_N,
+            stats.log_sum_N,
+            grad_N.contiguous(),
+            out_NV,
+            logits_NV.stride(0),
+            logits_NV.stride(1),
+            out_NV.stride(0),
+            out_NV.stride(1),
+            1.0 / temperature,
+            columns.start,
+            columns.valid,
+            all_columns,
+            IGNORE_ID=IGNORE,
+            TILE=tile,
+            num_warps=_warps(tile),
+        )

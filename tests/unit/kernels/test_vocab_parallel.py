@@ -40,10 +40,16 @@ def cases() -> dict[str, dict]:
     }
 
 
-def _rank(rank: int, init_file: str, out: str, backend: str) -> None:
+def _rank(rank: int, init_file: str, out: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
+    for backend in BACKENDS:
+        torch.save(_results(rank, backend), f"{out}/{backend}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _results(rank: int, backend: str) -> dict[str, object]:
     results: dict[str, object] = {}
     for name, case in cases().items():
         for inplace in (False, True):
@@ -71,14 +77,20 @@ def _rank(rank: int, init_file: str, out: str, backend: str) -> None:
         )
     except DataError as error:
         results["stray"] = str(error)
-    torch.save(results, f"{out}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> str:
+    """Folder with what each rank got by each backend."""
+    folder = tmp_path_factory.mktemp("vocab_parallel")
+    mp.spawn(_rank, (str(folder / "init"), str(folder)), nprocs=2, join=True)
+    return str(folder)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_c26_two_shards_equal_one_vocabulary(backend, tmp_path):
-    mp.spawn(_rank, (str(tmp_path / "init"), str(tmp_path), backend), nprocs=2, join=True)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+def test_c26_two_shards_equal_one_vocabulary(backend, saved):
+    ranks = [torch.load(f"{saved}/{backend}-{rank}.pt") for rank in (0, 1)]
     assert ranks[0]["stray"] == ranks[1]["stray"] and "target id 8" in ranks[0]["stray"]
     for name, case in cases().items():
         full = case["logits"].double().requires_grad_()
