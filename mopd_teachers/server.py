@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -22,7 +24,9 @@ from mopd_teachers.errors import TeacherError
 _POLL_S = 0.2
 _WAIT_NOTE_S = 5.0
 _STOP_GRACE_S = 10.0
-_LOG_TAIL_LINES = 25
+_LOG_TAIL_LINES = 15
+_ERRORS_SHOWN = 4
+_ERROR_LINE = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+)")
 _RESERVED = {
     "model", "host", "port", "served_model_name", "dtype", "max_model_len",
     "kv_cache_memory_bytes", "tensor_parallel_size", "uds",
@@ -99,13 +103,16 @@ def served_model(url: str, timeout_s: float = 2.0) -> dict[str, Any]:
 
     Raises OSError when nobody answers, TeacherError when the answer is not a model list.
     """
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=timeout_s) as reply:
-        body = reply.read()
+    # No proxy, whatever the environment says: the servers are on this machine or its network.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    body = b""
     try:
+        with opener.open(f"{url}/v1/models", timeout=timeout_s) as reply:
+            body = reply.read()
         card = json.loads(body)["data"][0]
         if not isinstance(card["id"], str):
             raise TypeError
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, http.client.HTTPException) as error:
         raise TeacherError(
             f"{url}/v1/models answered {body[:200]!r}, which is not a vLLM model list"
         ) from error
@@ -124,6 +131,7 @@ class ServerProcess:
         self.log_path = Path(log_path)
         self.served_name = f"{spec.name}@{secrets.token_hex(4)}"
         self.port = 0
+        self._log_start = 0  # where this server's part of the log begins
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -186,6 +194,7 @@ class ServerProcess:
             env.setdefault(key, value)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -219,6 +228,9 @@ class ServerProcess:
                 break
             except OSError:
                 pass  # not listening yet
+            except TeacherError:
+                self.stop()
+                raise
             now = time.monotonic()
             if now - begin > timeout_s:
                 self.stop()
@@ -240,12 +252,22 @@ class ServerProcess:
         return card
 
     def log_tail(self, lines: int = _LOG_TAIL_LINES) -> str:
-        """The end of the server's log, with its path."""
+        """The errors that the server's log names and its end, with its path."""
         try:
-            text = self.log_path.read_text(errors="replace").splitlines()
+            text = self.log_path.read_bytes()[self._log_start :].decode(errors="replace")
         except OSError:
             return f"(no log at {self.log_path})"
-        return "\n".join([f"The end of {self.log_path}:", *("  " + row for row in text[-lines:])])
+        rows = text.splitlines()
+        # vLLM's last error is often "see root cause above"; the root may be hundreds of lines up.
+        named = [match[1] for row in rows if (match := _ERROR_LINE.search(row))]
+        errors = list(dict.fromkeys(named))[:_ERRORS_SHOWN]
+        return "\n".join(
+            [
+                *(f"  {error}" for error in errors),
+                f"The end of {self.log_path}:",
+                *(f"  {row}" for row in rows[-lines:]),
+            ]
+        )
 
     def stop(self) -> None:
         """End the server and every process of its group; returns when none is left."""
