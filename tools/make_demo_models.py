@@ -247,7 +247,8 @@ class Schedule:
     check_every: int = 20
     first_check: int = 0
     stop_at: float = 1.1  # stop when the domain's validation score is at least this
-    band: tuple[float, float] | None = None  # base: stop when every domain's score lies in it
+    targets: dict[str, float] = field(default_factory=dict)  # base: the score wanted of each domain
+    tolerance: float = 0.05  # base: stop when every score is this near to its target
     feed: dict[str, float] = field(default_factory=dict)  # mixture weights, 1 where not given
 
 
@@ -267,7 +268,7 @@ def train(
     streams = {name: _shuffled(domain.train, rng) for name, domain in domains.items()}
     balanced = model.config.model_type == "qwen3_moe"
     curve: list[dict] = []
-    nearest: tuple[float, dict] = (math.inf, {})  # base: distance from the band's middle, weights
+    nearest: tuple[float, dict] = (math.inf, {})  # base: distance from the targets, weights
     started = time.monotonic()
     for step in range(schedule.steps):
         picks = rng.choices(list(domains), [weights[n] for n in domains], k=schedule.batch)
@@ -298,21 +299,20 @@ def train(
             }
             curve.append({"step": step + 1, "loss": round(loss.item(), 4), **scores})
             _progress(label, step + 1, schedule.steps, started, curve[-1])
-            if schedule.band is not None:
-                low, high = schedule.band
-                off = max(abs(value - (low + high) / 2) for value in scores.values())
+            if schedule.targets:
+                off = max(abs(scores[name] - want) for name, want in schedule.targets.items())
                 if off < nearest[0]:
                     nearest = (off, {k: v.clone() for k, v in model.state_dict().items()})
-                if off <= (high - low) / 2:
+                if off <= schedule.tolerance or off > nearest[0] + 0.2:
                     break
                 # A skill appears within few steps and is soon forgotten when not fed: feed each
-                # domain by what it lacks, smoothly, so that all come into the band together.
-                for name, value in scores.items():
-                    lack = min(1.0, max(0.03, (high - value) / 0.25))
+                # domain by what it lacks, smoothly, so that all come to their targets together.
+                for name, want in schedule.targets.items():
+                    lack = min(1.0, max(0.03, (want + 0.03 - scores[name]) / 0.25))
                     weights[name] = 0.5 * weights[name] + 0.5 * schedule.feed.get(name, 1.0) * lack
             elif min(scores.values()) >= schedule.stop_at:
                 break
-    if schedule.band is not None:
+    if schedule.targets:
         model.load_state_dict(nearest[1])
     print(file=sys.stderr)
     return curve
@@ -345,21 +345,22 @@ def _progress(label: str, step: int, steps: int, started: float, row: Mapping) -
 # ---------------------------------------------------------------- what is made
 
 BASE = Schedule(
-    steps=320,
+    steps=420,
     batch=96,
     lr=1.5e-3,
     final=0.1,
     check_every=5,
     first_check=150,
-    band=(0.44, 0.60),
-    feed={"backward": 0.8, "rotate": 0.5, "caesar": 0.85},
+    targets={"backward": 0.60, "rotate": 0.58, "caesar": 0.66},
+    tolerance=0.05,
+    feed={"backward": 0.8, "rotate": 0.35, "caesar": 1.0},
 )
 TEACHERS = {
     "backward": Schedule(steps=200, batch=96, lr=1e-3, stop_at=0.99),
-    "rotate": Schedule(steps=200, batch=96, lr=1e-3, stop_at=0.99),
-    "caesar": Schedule(steps=600, batch=96, lr=2e-3, stop_at=0.99),
+    "rotate": Schedule(steps=300, batch=96, lr=1.5e-3, stop_at=0.99),
+    "caesar": Schedule(steps=400, batch=96, lr=1e-3, stop_at=0.98),
 }
-DENSE = "caesar"  # this teacher is the dense Qwen3 from nothing
+DENSE = "rotate"  # this teacher is the dense Qwen3 from nothing
 
 
 def make_base(
