@@ -23,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def _forward_kernel(
+def _forward_kernel(  # type: ignore[no-untyped-def]  # Triton infers them
     logits_ptr,
     target_ptr,
     row_max_ptr,
@@ -85,7 +85,7 @@ def _forward_kernel(
 
 
 @triton.jit
-def _backward_kernel(
+def _backward_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     target_ptr,
     row_max_ptr,
@@ -164,14 +164,11 @@ def row_partials(
     """Partials of every row; same contract as `torch_rows.row_partials`, accumulated in float32."""
     _check_dtype(logits_NV)
     rows = logits_NV.shape[0]
-    new = {"dtype": torch.float32, "device": logits_NV.device}
-    partials = Partials(
-        torch.empty(rows, **new),
-        torch.empty(rows, **new),
-        torch.empty(rows, **new),
-        torch.empty(rows, **new),
-        torch.empty(rows, **new) if entropy else None,
-    )
+
+    def empty_N() -> Tensor:
+        return torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
+
+    partials = Partials(empty_N(), empty_N(), empty_N(), empty_N(), empty_N() if entropy else None)
     if rows == 0:
         return partials
     tile = _tile(columns.valid)

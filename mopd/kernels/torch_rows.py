@@ -35,11 +35,10 @@ def row_partials(
     """Partials of every row; rows whose target is IGNORE are 0 whatever their logits hold."""
     rows = logits_NV.shape[0]
     dtype = accumulator_dtype(logits_NV)
-    new = {"dtype": dtype, "device": logits_NV.device}
-    row_max_N = torch.zeros(rows, **new)
-    sum_exp_N = torch.zeros(rows, **new)
-    target_logit_N = torch.zeros(rows, **new)
-    weighted_N = torch.zeros(rows, **new) if entropy else None
+    row_max_N = torch.zeros(rows, dtype=dtype, device=logits_NV.device)
+    sum_exp_N = torch.zeros_like(row_max_N)
+    target_logit_N = torch.zeros_like(row_max_N)
+    weighted_N = torch.zeros_like(row_max_N) if entropy else None
     live_N = target_ids_N != IGNORE
     local_N = target_ids_N - columns.start
     owned_N = live_N & (local_N >= 0) & (local_N < columns.valid)
