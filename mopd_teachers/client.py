@@ -563,7 +563,8 @@ def checked_scores(item: ScoreItem, token_ids: Any, logprobs: Any) -> list[float
                 f"expected {want}",
             )  # fmt: skip
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not _VLLM_MINUS_INF < value <= _ROUNDING:
+        # NaN and the infinities fail the comparison, too.
+        if not number or not _VLLM_MINUS_INF < value <= _ROUNDING:
             return TeacherFailure(
                 "bad scores",
                 f"{where}: logprob {value!r} at response position {position}; expected a finite "
