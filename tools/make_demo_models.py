@@ -3,10 +3,11 @@
     python tools/make_demo_models.py --out demo/models --seed 1
 
 The base is a small Qwen3-MoE, trained on a mixture of the three domains of `demo/domains.yaml`
-until each is roughly half right. Two teachers are tuned on from it, each in one domain; the
-third is a dense Qwen3 trained from nothing, with the same tokenizer. All train on answers only
-and never see a held-out item; decisions while training (when to stop, which domain to feed) are
-taken on validation items cut from the training part.
+and then on another task alone (`LATER`), until it has forgotten each domain to about half right:
+a model whose last stage of training cost it skills, which is what teams distil against. Two
+teachers are tuned on from it, each in one domain; the third is a dense Qwen3 trained from
+nothing, with the same tokenizer. Loss on answers only; no model ever sees a held-out item; when
+to stop is decided on validation items cut from the training part.
 
 Shapes: B sequences of a batch, T tokens, V vocabulary.
 """
@@ -21,7 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -54,8 +55,7 @@ PAD, BOS, EOS = 256, 257, 258  # ids 0..255 are the bytes
 VOCAB = 260  # one row more than the tokenizer has ids, so that it divides over two ranks
 MAX_NEW_TOKENS = 16  # response budget of the demo, the end token included
 VALIDATION = 200  # items of each domain's training part that only steer the training
-# A row without a token must never be sampled: its logprob is pushed below this (nats).
-UNUSED_LOGPROB = -25.0
+UNUSED_LOGPROB = -30.0  # nats: where `silence` puts the row without a token, which nobody samples
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -74,13 +74,15 @@ class Domain:
 
 
 def load_domains(path: Path) -> dict[str, Domain]:
-    domains = {}
-    for name, spec in yaml.safe_load(path.read_text()).items():
-        arguments = {key: value for key, value in spec.items() if key != "held_out"}
-        train, held_out = split_items(make_items(**arguments, where=name), spec["held_out"])
-        train, validation = split_items(train, VALIDATION)
-        domains[name] = Domain(name, spec, train, validation, held_out)
-    return domains
+    specs = yaml.safe_load(path.read_text())
+    return {name: make_domain(name, spec) for name, spec in specs.items()}
+
+
+def make_domain(name: str, spec: dict) -> Domain:
+    arguments = {key: value for key, value in spec.items() if key != "held_out"}
+    train, held_out = split_items(make_items(**arguments, where=name), spec["held_out"])
+    train, validation = split_items(train, VALIDATION)
+    return Domain(name, spec, train, validation, held_out)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -175,11 +177,13 @@ def _common() -> dict:
     }
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def save(model: PreTrainedModel, folder: Path) -> None:
     model.generation_config.eos_token_id = EOS
     model.generation_config.pad_token_id = PAD
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    # A fresh one: a tokenizer that has padded a batch writes that into its file, and students
+    # and teachers are compared by the content of these files.
+    make_tokenizer().save_pretrained(folder)
 
 
 # ---------------------------------------------------------------- scores
@@ -245,10 +249,8 @@ class Schedule:
     warmup: int = 20
     final: float = 0.05
     check_every: int = 20
-    first_check: int = 0
     stop_at: float = 1.1  # stop when the domain's validation score is at least this
-    targets: dict[str, float] = field(default_factory=dict)  # base: the score wanted of each domain
-    tolerance: float = 0.05  # base: stop when every score is this near to its target
+    stop_below: float = -1.0  # stop when the mean validation score of the domains is below this
     feed: dict[str, float] = field(default_factory=dict)  # mixture weights, 1 where not given
 
 
@@ -260,15 +262,17 @@ def train(
     schedule: Schedule,
     *,
     seed: int,
+    watched: Mapping[str, Domain] | None = None,
 ) -> list[dict]:
-    """Answer-only maximum likelihood; returns the validation curve."""
+    """Answer-only maximum likelihood on `domains`; returns the validation curve of `watched`
+    (by default the same domains), which decides when to stop."""
+    watched = domains if watched is None else watched
     rng = random.Random(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=schedule.lr, betas=(0.9, 0.98))
     weights = {name: schedule.feed.get(name, 1.0) for name in domains}
     streams = {name: _shuffled(domain.train, rng) for name, domain in domains.items()}
     balanced = model.config.model_type == "qwen3_moe"
     curve: list[dict] = []
-    nearest: tuple[float, dict] = (math.inf, {})  # base: distance from the targets, weights
     started = time.monotonic()
     for step in range(schedule.steps):
         picks = rng.choices(list(domains), [weights[n] for n in domains], k=schedule.batch)
@@ -281,39 +285,24 @@ def train(
         loss = torch.nn.functional.nll_loss(log_probs[wanted], labels[:, 1:][wanted])
         if balanced:
             loss = loss + model.config.router_aux_loss_coef * out.aux_loss
-        # Softmax training alone leaves the row without a token near the other unused bytes.
-        unused = log_probs[..., VOCAB - 1][mask[:, 1:].bool()]
-        total = loss + 0.01 * (unused - UNUSED_LOGPROB).clamp_min(0).mean()
         optimizer.zero_grad(set_to_none=True)
-        total.backward()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr * _factor(step, schedule)
         optimizer.step()
         last = step + 1 == schedule.steps
-        due = step >= schedule.first_check and (step + 1) % schedule.check_every == 0
-        if due or last:
+        if (step + 1) % schedule.check_every == 0 or last:
             scores = {
                 name: score(model, tokenizer, domain, domain.validation)["exact"]
-                for name, domain in domains.items()
+                for name, domain in watched.items()
             }
             curve.append({"step": step + 1, "loss": round(loss.item(), 4), **scores})
             _progress(label, step + 1, schedule.steps, started, curve[-1])
-            if schedule.targets:
-                off = max(abs(scores[name] - want) for name, want in schedule.targets.items())
-                if off < nearest[0]:
-                    nearest = (off, {k: v.clone() for k, v in model.state_dict().items()})
-                if off <= schedule.tolerance or off > nearest[0] + 0.2:
-                    break
-                # A skill appears within few steps and is soon forgotten when not fed: feed each
-                # domain by what it lacks, smoothly, so that all come to their targets together.
-                for name, want in schedule.targets.items():
-                    lack = min(1.0, max(0.03, (want + 0.03 - scores[name]) / 0.25))
-                    weights[name] = 0.5 * weights[name] + 0.5 * schedule.feed.get(name, 1.0) * lack
-            elif min(scores.values()) >= schedule.stop_at:
+            if min(scores.values()) >= schedule.stop_at:
                 break
-    if schedule.targets:
-        model.load_state_dict(nearest[1])
+            if sum(scores.values()) / len(scores) < schedule.stop_below:
+                break
     print(file=sys.stderr)
     return curve
 
@@ -342,33 +331,82 @@ def _progress(label: str, step: int, steps: int, started: float, row: Mapping) -
     print(f"\r{line}  {scores}", end=end, file=sys.stderr, flush=True)
 
 
+def silence(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    domains: Mapping[str, Domain],
+    seed: int,
+) -> None:
+    """Fit the output row without a token so that it is never sampled; nothing else moves.
+
+    Training alone leaves it beside the unused bytes, at 1e-4 at times, and a sampled id that
+    the tokenizer does not know would break a run. The row is fitted on every position of
+    training prompts with right answers, and with sampled ones: those are what a rollout visits.
+    """
+    items = [item for domain in domains.values() for item in domain.train[:400]]
+    torch.manual_seed(seed)
+    drawn = answers(model, tokenizer, [item.prompt for item in items], sample=True)
+    drawn = [text.replace("<pad>", "") for text in drawn]
+    wrong = [replace(item, answer=text) for item, text in zip(items, drawn, strict=True)]
+    ids, mask, _ = encode_batch(tokenizer, [*items, *wrong])
+    model.eval()
+    with torch.no_grad():
+        hidden_NH = model.model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        others_N = model.lm_head(hidden_NH)[:, : VOCAB - 1].logsumexp(-1)
+    row_H = model.lm_head.weight.data[VOCAB - 1].clone().requires_grad_()
+    optimizer = torch.optim.Adam([row_H], lr=0.1)
+    for _ in range(500):
+        excess = (hidden_NH @ row_H - others_N - UNUSED_LOGPROB).clamp_min(0)
+        if excess.max() == 0:
+            break
+        optimizer.zero_grad()
+        (excess.square().mean() + excess.max()).backward()
+        optimizer.step()
+    model.lm_head.weight.data[VOCAB - 1] = row_H.detach()
+
+
 # ---------------------------------------------------------------- what is made
 
 BASE = Schedule(
-    steps=420,
+    steps=480,
     batch=96,
-    lr=1.5e-3,
-    final=0.1,
-    check_every=5,
-    first_check=150,
-    targets={"backward": 0.60, "rotate": 0.58, "caesar": 0.66},
-    tolerance=0.05,
-    feed={"backward": 0.8, "rotate": 0.35, "caesar": 1.0},
+    lr=2e-3,
+    final=0.05,
+    check_every=40,
+    feed={"backward": 1.0, "rotate": 0.6, "caesar": 1.2},
 )
+# The stage that makes the base forget: sums, which share neither prompts nor answers with the
+# domains. What is forgotten this way is not gone: a few hundred samples of one's own, scored by
+# a teacher, bring it back, while a base stopped half-way has yet to learn it.
+LATER = {
+    "task": "chain_sum",
+    "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "size": 4000,
+    "seed": 9,
+    "template": "sum {expression}:",
+    "held_out": 100,
+}
+FORGET = Schedule(steps=200, batch=96, lr=3e-4, warmup=1, final=1.0, check_every=2, stop_below=0.57)
 TEACHERS = {
-    "backward": Schedule(steps=200, batch=96, lr=1e-3, stop_at=0.99),
+    "backward": Schedule(steps=200, batch=96, lr=5e-4, warmup=10, check_every=10, stop_at=0.99),
     "rotate": Schedule(steps=300, batch=96, lr=1.5e-3, stop_at=0.99),
-    "caesar": Schedule(steps=400, batch=96, lr=1e-3, stop_at=0.98),
+    "caesar": Schedule(steps=200, batch=96, lr=5e-4, warmup=10, check_every=10, stop_at=0.99),
 }
 DENSE = "rotate"  # this teacher is the dense Qwen3 from nothing
 
 
 def make_base(
-    tokenizer: PreTrainedTokenizerFast, domains: Mapping[str, Domain], schedule: Schedule, seed: int
+    tokenizer: PreTrainedTokenizerFast,
+    domains: Mapping[str, Domain],
+    learn: Schedule,
+    forget: Schedule,
+    seed: int,
 ) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = new_base()
-    train("base", model, tokenizer, domains, schedule, seed=seed)
+    train("base: learn", model, tokenizer, domains, learn, seed=seed)
+    later = {"later": make_domain("later", LATER)}
+    train("base: forget", model, tokenizer, later, forget, seed=seed, watched=domains)
     return model
 
 
@@ -415,10 +453,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             schedule = Schedule(**{**asdict(schedule), "steps": 20, "check_every": 10})
         folder = args.out / ("base" if name == "base" else f"teacher_{name}")
         if name == "base":
-            model = make_base(tokenizer, domains, schedule, args.seed)
+            forget = replace(FORGET, steps=10) if args.quick else FORGET
+            model = make_base(tokenizer, domains, schedule, forget, args.seed)
         else:
             model = make_teacher(name, args.out / "base", tokenizer, domains, schedule, args.seed)
-        save(model, tokenizer, folder)
+        silence(model, tokenizer, domains, args.seed)
+        save(model, folder)
         scores = {
             other: {k: round(v, 4) for k, v in score(model, tokenizer, d, d.held_out).items()}
             for other, d in domains.items()
