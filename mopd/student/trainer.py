@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mopd.config.schema import ObjectiveConfig, StudentConfig
 from mopd.errors import ModelError
+from mopd.kernels.reference import IGNORE
 from mopd.kernels.select import gathered_logprobs
 from mopd.objective.mopd_loss import TokenInputs, mopd_loss
 from mopd.objective.stats import SUM_COLUMNS, domain_sums, summarise
@@ -230,10 +231,16 @@ class StudentRank:
         self, rows: batching.Rows, logits_BSV: Tensor, temperature: float, valid_vocab: int
     ) -> tuple[Tensor, Tensor]:
         """([N] logprobs of the response tokens, [N] entropies), nats, float32."""
-        logits_NV = logits_BSV[rows.row_N, rows.position_N]
-        logprobs_N, entropy_N = gathered_logprobs(
-            logits_NV,
-            rows.target_N,
+        # Every position in place, the prompts' ignored: selecting the response rows first would
+        # copy them, and its backward would make a second tensor as large as the logits.
+        length, vocabulary = logits_BSV.shape[1:]
+        logits_MV = logits_BSV.reshape(-1, vocabulary)
+        place_N = rows.row_N * length + rows.position_N
+        target_M = torch.full((logits_MV.shape[0],), IGNORE, device=logits_MV.device)
+        target_M[place_N] = rows.target_N
+        logprobs_M, entropy_M = gathered_logprobs(
+            logits_MV,
+            target_M,
             temperature=temperature,
             valid_vocab=valid_vocab,
             vocab_start=self._vocab_start,
@@ -242,7 +249,7 @@ class StudentRank:
             inplace_backward=True,
             return_entropy=True,
         )
-        return logprobs_N, entropy_N
+        return logprobs_M[place_N], entropy_M[place_N]
 
     def _plan(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
