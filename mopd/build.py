@@ -24,6 +24,9 @@ from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
 from mopd_teachers.tokenizer_check import explain_difference, tokenizer_fingerprint
 
+_TELLTALE = "Hello,  world! 12345 + 6.7e-8 = naïve café\n\tdef f(x): return x**2  # 你好 🙂"
+"""Tokenizers that agree on spaces, digits, accents, code, CJK and emoji rarely differ elsewhere."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -54,6 +57,12 @@ class Prepared:
     def held_out(self) -> dict[str, Sequence[Prompt]]:
         """Domain -> prompts never trained on."""
         return {name: data.held_out for name, data in self.domains.items()}
+
+    def tokenized(self) -> list[tuple[str, list[int]]]:
+        """Texts of this run (and one of many kinds of characters) with the student's ids."""
+        prompts = [p for data in self.domains.values() for p in (*data.train, *data.held_out)[:4]]
+        texts = [_TELLTALE, *(p.text for p in prompts), *(p.answer for p in prompts if p.answer)]
+        return [(text, self.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
 
     def teacher_tokens(self) -> dict[str, int]:
         """Teacher -> tokens its context must hold: its longest sample and the one token that a

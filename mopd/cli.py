@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mopd.errors import MopdError
+from mopd_teachers.errors import TeacherError as TeacherServerError
 
 STOPPED = 130
 """Exit code after Ctrl-C, as shells have it; what was done is saved."""
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # An error raised inside a Ray actor arrives wrapped, with the actor's traceback.
         cause = getattr(error, "cause", None) or error
-        if not isinstance(cause, MopdError):
+        if not isinstance(cause, MopdError | TeacherServerError):
             raise
         print(f"mopd: {cause}", file=sys.stderr)
         return 1

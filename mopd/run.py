@@ -150,7 +150,11 @@ class System:
         startup = Startup(progress.waiting, progress.note)
         judge = JudgePool(config.domains, prepared.decode)
         teachers = TeacherFleet(
-            config, run_dir / "logs", host=host, needed_tokens=prepared.teacher_tokens()
+            config,
+            run_dir / "logs",
+            host=host,
+            needed_tokens=prepared.teacher_tokens(),
+            tokenized=prepared.tokenized(),
         )
         stack.push_async_callback(teachers.close)
         engines = RolloutPool(config.rollout)

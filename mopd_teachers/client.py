@@ -337,6 +337,23 @@ class TeacherClient:
                 "weights, or never had any. Restart the server from a good checkpoint"
             )
 
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Ids that the first server's tokenizer makes of `text`, without special tokens around
+        it; None where the server does not say. Raises TeacherError when it does not answer."""
+        server = self._servers[0]
+        body = {"model": server.model, "prompt": text, "add_special_tokens": False}
+        try:
+            answer = await self._request(server, "POST", "/tokenize", body)
+            return [int(token) for token in answer["tokens"]]
+        except _RequestError as error:
+            if error.cause in ("http 404", "http 405", "http 501"):
+                return None
+            raise TeacherError(self._describe(error)) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise TeacherError(
+                f"teacher {self.name!r}: {server.url}/tokenize answered without token ids"
+            ) from error
+
     # ---- scoring ----------------------------------------------------------------------------
 
     async def score_batch(

@@ -11,7 +11,7 @@ class Startup:
     """Keeps the set of things being waited for and tells `show` whenever it changes."""
 
     def __init__(self, show: Callable[[set[str]], None], note: Callable[[str], None]) -> None:
-        self._show, self._note = show, note
+        self._show, self.note = show, note
         self._waiting: dict[str, float] = {}
 
     @contextmanager
@@ -26,4 +26,4 @@ class Startup:
             raise
         elapsed = time.monotonic() - self._waiting.pop(what)
         self._show(set(self._waiting))
-        self._note(f"{what}: ready after {elapsed:.0f} s")
+        self.note(f"{what}: ready after {elapsed:.0f} s")

@@ -68,13 +68,22 @@ class TeacherFleet:
     """`TeacherScorer` over every teacher of the configuration."""
 
     def __init__(
-        self, config: Config, log_dir: Path, *, host: str, needed_tokens: Mapping[str, int]
+        self,
+        config: Config,
+        log_dir: Path,
+        *,
+        host: str,
+        needed_tokens: Mapping[str, int],
+        tokenized: Sequence[tuple[str, Sequence[int]]],
     ) -> None:
         """
         Args:
             host: address the servers bind to; loopback unless the run spans a cluster.
             needed_tokens: teacher -> longest prompt plus response that it will be given.
+            tokenized: texts with the student's ids of them, to compare a teacher's tokenizer by
+                that has no checkpoint on this machine.
         """
+        self._tokenized = tokenized
         self._config = config
         self._host, self._log_dir = host, log_dir
         self._needed = needed_tokens
@@ -121,6 +130,8 @@ class TeacherFleet:
                 )
                 self._clients[name] = client
                 info = await client.probe()
+                if config.endpoints:
+                    await self._check_tokenizer(name, client, startup)
             except Exception as error:
                 raise _for_user(error) from error
         self._restarting[name], self._restarts[name] = asyncio.Lock(), 0
@@ -131,6 +142,23 @@ class TeacherFleet:
                 f"rollout.max_response_tokens needs {needed} (one more than its length, since a "
                 "scoring server must generate a token)"
             )
+
+    async def _check_tokenizer(self, name: str, client: TeacherClient, startup: Startup) -> None:
+        """Ids of the student must mean the same to a server whose files are not here."""
+        for text, own in self._tokenized:
+            theirs = await client.tokenize(text)
+            if theirs is None:
+                startup.note(
+                    f"teacher {name}: its server does not say how it tokenizes; whether token ids "
+                    "mean the same to it as to the student was not checked"
+                )
+                return
+            if theirs != list(own):
+                raise ModelError(
+                    f"teacher {name}: its tokenizer is not the student's: {text!r} is "
+                    f"{theirs[:12]} there and {list(own)[:12]} here, so that the student's token "
+                    "ids would mean other tokens to it"
+                )
 
     def _spec(self, name: str, config: TeacherConfig) -> ServerSpec:
         assert config.model is not None

@@ -1,12 +1,20 @@
 """The whole system, every part real, on the quickstart's models: short runs.
 
-Vllm engines and teacher servers, two Megatron ranks, Ray, verifiers, sync, evaluation, report.
+vLLM engines and teacher servers, two Megatron ranks, Ray, verifiers, sync, evaluation, report.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -27,29 +35,88 @@ def arguments(runs: Path, name: str, *more: str, held_out: int = 40) -> list[str
 
 
 @pytest.fixture(scope="module")
-def four_domains(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 4 steps with a fourth domain that is given by configuration alone."""
+def plain_vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a vLLM server as shipped, started by nobody of ours: somebody's teacher."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", "demo/models/teacher_caesar", "--served-model-name", "somebodys-teacher",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
+        "--kv-cache-memory-bytes", str(2**27),
+    ]  # fmt: skip
+    env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 180
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(20)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def more_domains(tmp_path_factory: pytest.TempPathFactory, plain_vllm_server: str) -> Path:
+    """4 steps with two domains more, by configuration alone: a checkpoint, JSONL prompts and a
+    verifier of the user's own; a running server's URL, a reasoning-gym task and its scorer."""
     runs = tmp_path_factory.mktemp("runs")
+    (runs / "fifth.yaml").write_text(
+        f"""
+teachers:
+  remote: {{endpoints: {plain_vllm_server}, model: somebodys-teacher}}
+domains:
+  fifth:
+    teacher: remote
+    verifier: reasoning_gym
+    held_out: 20
+    prompts:
+      task: caesar_cipher
+      params: {{delimiter: " ", min_words: 1, max_words: 1, min_rotation: 2, max_rotation: 2}}
+      size: 400
+      template: "decrypt {{cipher_text}} {{rotation}}:"
+"""
+    )
     run_mopd(
         arguments(
-            runs, "four", FOURTH, "train.steps=4", "train.checkpoint_every=2", "evaluation.every=2"
+            runs, "more", FOURTH, str(runs / "fifth.yaml"),
+            "train.steps=4", "train.checkpoint_every=2", "evaluation.every=2",
+            "train.prompts_per_step=18",
         ),
-        runs / "four.log",
-    )
-    return runs / "four"
+        runs / "more.log",
+    )  # fmt: skip
+    return runs / "more"
 
 
-def test_a_fourth_domain_joins_by_configuration_alone(four_domains: Path) -> None:
+@pytest.mark.timeout(600)
+def test_more_domains_join_by_configuration_alone(more_domains: Path) -> None:
     (fourth,) = yaml.safe_load((ROOT / FOURTH).read_text())["domains"]
-    steps = json_lines(four_domains / "metrics.jsonl")
-    assert all(f"domain/{fourth}/reverse_kl" in step for step in steps)
-    assert all(step[f"domain/{fourth}/reward"] is not None for step in steps)
-    retention = json.loads((four_domains / "retention.json").read_text())
-    assert set(retention["domains"]) == {*DOMAINS, fourth}
+    steps = json_lines(more_domains / "metrics.jsonl")
+    retention = json.loads((more_domains / "retention.json").read_text())
+    assert set(retention["domains"]) == {*DOMAINS, fourth, "fifth"}
+    for name in (fourth, "fifth"):
+        assert all(step[f"domain/{name}/tokens"] > 0 for step in steps)
+        assert all(step[f"domain/{name}/reward"] is not None for step in steps)
+        assert retention["domains"][name]["teacher"] > 0.8
 
 
-def test_retention_json_has_its_stable_keys(four_domains: Path) -> None:
-    retention = json.loads((four_domains / "retention.json").read_text())
+def test_retention_json_has_its_stable_keys(more_domains: Path) -> None:
+    retention = json.loads((more_domains / "retention.json").read_text())
     assert "mean_headroom_captured" in retention
     for entry in retention["domains"].values():
         assert {"base", "teacher", "student", "retention", "headroom_captured", "n", "ci95"} <= set(
@@ -60,29 +127,29 @@ def test_retention_json_has_its_stable_keys(four_domains: Path) -> None:
         assert low is None or high is None or low <= high
 
 
-def test_metrics_say_what_each_domain_and_stage_did(four_domains: Path) -> None:
-    steps = json_lines(four_domains / "metrics.jsonl")
+def test_metrics_say_what_each_domain_and_stage_did(more_domains: Path) -> None:
+    steps = json_lines(more_domains / "metrics.jsonl")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     for step in steps:
-        assert step["samples"] == 24
+        assert step["samples"] == 36
         assert step["failures/fraction"] == 0
         assert step["sync/probe_error"] < 1e-3
         assert step["grad_norm"] > 0
         assert abs(step["train_rollout_kl_k3"]) < 1e-4  # the engines hold the trainer's weights
         assert all(step[f"time/{s}_s"] > 0 for s in ("generate", "score", "train", "sync"))
     assert len({step["loss"] for step in steps}) == 4
-    evaluations = json_lines(four_domains / "evaluations.jsonl")
+    evaluations = json_lines(more_domains / "evaluations.jsonl")
     assert {(e["who"], e["step"]) for e in evaluations} == {
         ("base", 0),
         ("teacher", 0),
         ("student", 2),
         ("student", 4),
     }
-    assert list((four_domains / "tensorboard").iterdir())
+    assert list((more_domains / "tensorboard").iterdir())
 
 
-def test_the_report_stands_alone(four_domains: Path) -> None:
-    html = (four_domains / "report.html").read_text()
+def test_the_report_stands_alone(more_domains: Path) -> None:
+    html = (more_domains / "report.html").read_text()
 
     class Links(HTMLParser):
         def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -94,13 +161,13 @@ def test_the_report_stands_alone(four_domains: Path) -> None:
     assert all(domain in html for domain in DOMAINS) and "<svg" in html
 
 
-def test_the_final_student_loads_as_a_hugging_face_model(four_domains: Path) -> None:
+def test_the_final_student_loads_as_a_hugging_face_model(more_domains: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(four_domains / "student", dtype=torch.float32)
-    assert len(AutoTokenizer.from_pretrained(four_domains / "student")) <= model.config.vocab_size
+    model = AutoModelForCausalLM.from_pretrained(more_domains / "student", dtype=torch.float32)
+    assert len(AutoTokenizer.from_pretrained(more_domains / "student")) <= model.config.vocab_size
     base = load_file(ROOT / "demo/models/base/model.safetensors")
-    now = load_file(four_domains / "student/model.safetensors")
+    now = load_file(more_domains / "student/model.safetensors")
     assert base.keys() == now.keys()
     moved = {name for name in base if not torch.equal(base[name], now[name])}
     routers = {name for name in base if name.endswith("mlp.gate.weight")}
@@ -108,10 +175,10 @@ def test_the_final_student_loads_as_a_hugging_face_model(four_domains: Path) -> 
     assert any("experts" in name for name in moved) and "lm_head.weight" in moved
 
 
-def test_the_resolved_configuration_can_be_run_again(four_domains: Path) -> None:
+def test_the_resolved_configuration_can_be_run_again(more_domains: Path) -> None:
     from mopd.config.load import load_config
 
-    assert load_config([four_domains / "config.yaml"]).train.steps == 4
+    assert load_config([more_domains / "config.yaml"]).train.steps == 4
 
 
 @pytest.mark.parametrize("how", ["terminal", "terminate"])
