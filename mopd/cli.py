@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mopd.errors import MopdError
-from mopd_teachers.errors import TeacherError as TeacherServerError
-
 STOPPED = 130
 """Exit code after Ctrl-C, as shells have it; what was done is saved."""
 
@@ -34,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
     except Exception as error:
         # An error raised inside a Ray actor arrives wrapped, with the actor's traceback.
+        from mopd_teachers.errors import TeacherError as TeacherServerError
+
         cause = getattr(error, "cause", None) or error
         if not isinstance(cause, MopdError | TeacherServerError):
             raise
