@@ -4,10 +4,11 @@
     make bench-env && .venv/bin/python tools/bench_step.py --json --trl    and TRL's, in one run
 
 Shapes are samples a step x response tokens, every response sampled to its full length. Ours is
-the real system as `mopd train` starts it: a rollout engine, one teacher server, two Megatron
+the real system as `mopd train` starts it: rollout engines, servers of one teacher, two Megatron
 ranks (experts spread over both), verified weight sync; one sample a prompt, no ORM. TRL's
 DistillationTrainer runs in its own environment (.venv-trl) after ours has ended, so that neither
-takes the other's cores; see tools/bench_trl.py for what it does and does not do.
+takes the other's cores, with each number of threads, of which the best counts; see
+tools/bench_trl.py for what it does and does not do.
 
 With --json the last line of standard output is one JSON object:
     {"shapes": [{"samples": .., "response_tokens": .., "mopd": {"seconds_per_step": median,
@@ -92,8 +93,14 @@ def configuration(
             "micro_batch_size": -(-samples // 2),
             "optimizer": {"lr": 1e-4, "warmup_steps": 1},
         },
-        "rollout": {"max_response_tokens": response_tokens, "ignore_eos": True},
-        "teachers": {"teacher": {"model": str(arguments.teacher)}},
+        "rollout": {
+            "engines": arguments.engines,
+            "max_response_tokens": response_tokens,
+            "ignore_eos": True,
+        },
+        "teachers": {
+            "teacher": {"model": str(arguments.teacher), "replicas": arguments.teacher_replicas}
+        },
         "domains": {
             "bench": {
                 "teacher": "teacher",
@@ -160,10 +167,19 @@ def measure_trl(
         "--student", str(arguments.student), "--teacher", str(arguments.teacher),
         "--prompts", str(prompts), "--samples", str(samples),
         "--response-tokens", str(response_tokens), "--steps", str(arguments.steps),
-        "--warmup", str(arguments.warmup), "--threads", str(arguments.threads),
+        "--warmup", str(arguments.warmup),
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT)
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    figures = []
+    for threads in arguments.threads:
+        done = subprocess.run(
+            [*command, "--threads", str(threads)],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            cwd=ROOT,
+        )
+        figures.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    return min(figures, key=lambda figure: figure["seconds_per_step"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,7 +191,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each shape")
     parser.add_argument("--warmup", type=int, default=3, help="steps before, not measured")
-    parser.add_argument("--threads", type=int, default=2, help="of the plain trainer")
+    parser.add_argument("--engines", type=int, default=2, help="rollout engines, a core each")
+    parser.add_argument("--teacher-replicas", type=int, default=2, help="servers, a core each")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1, 2], help="of the plain trainer; best counts"
+    )
     parser.add_argument("--trl", action="store_true", help="measure TRL's trainer as well")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     arguments = parser.parse_args(argv)

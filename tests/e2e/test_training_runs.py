@@ -226,10 +226,15 @@ def test_swapped_teachers_do_the_harm_they_must(tmp_path: Path) -> None:
         tmp_path / "swapped.log",
     )
     domains = json.loads((tmp_path / "swapped/retention.json").read_text())["domains"]
-    for name in (first, second):
-        assert domains[name]["teacher"] < 0.2, name
-        assert domains[name]["student"] < domains[name]["base"] - 0.15, name
-    assert domains[third]["student"] > domains[third]["base"] - 0.1
+    # The dense teacher knows nothing of the first domain, and the student unlearns it.
+    assert domains[first]["teacher"] < 0.1
+    assert domains[first]["student"] < domains[first]["base"] - 0.15
+    # The second domain's wrong teacher is half right at it, as the base was: nothing is learnt
+    # there, where its own teacher brings the student above .9 in as many steps.
+    assert domains[second]["teacher"] < 0.8
+    assert domains[second]["student"] < 0.85
+    # The third has its own teacher.
+    assert domains[third]["student"] > domains[third]["base"] + 0.1
     kl = json_lines(tmp_path / "swapped/metrics.jsonl")[0]
     assert kl[f"domain/{first}/reverse_kl"] > 3 * kl[f"domain/{third}/reverse_kl"]
 
