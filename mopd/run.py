@@ -103,9 +103,9 @@ async def _run(
     config = prepared.config
     stop = StopOnSignal(progress)
     async with AsyncExitStack() as stack:
-        stack.enter_context(stop)
         progress.waiting({"ray"})
         host = stack.enter_context(ray_cluster(config))
+        stack.enter_context(stop)  # after Ray, whose own handlers would end the process
         system = await System.start(prepared, progress, run_dir, stack, host)
         return await system.run(checkpoint, stop)
 

@@ -22,6 +22,7 @@ MARK = "MOPD_TEST_MARK"
 SMALL = [
     "train.prompts_per_step=12",
     "train.samples_per_prompt=2",
+    "student.optimizer.warmup_steps=1",
     "evaluation.bootstrap=200",
     "evaluation.every=0",
 ]
