@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mopd.errors import MopdError
+
 STOPPED = 130
 """Exit code after Ctrl-C, as shells have it; what was done is saved."""
 
