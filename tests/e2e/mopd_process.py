@@ -90,7 +90,7 @@ class MopdProcess:
                 continue
 
 
-def run_mopd(arguments: Sequence[str], log: Path, timeout_s: float = 300) -> MopdProcess:
+def run_mopd(arguments: Sequence[str], log: Path, timeout_s: float = 600) -> MopdProcess:
     """Run to the end; the command must succeed and leave nothing behind."""
     run = MopdProcess(arguments, log)
     try:

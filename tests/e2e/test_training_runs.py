@@ -189,12 +189,12 @@ def test_ctrl_c_saves_leaves_nothing_behind_and_resumes(tmp_path: Path, how: str
 
     run = MopdProcess(arguments(tmp_path, "stop", "train.steps=500"), tmp_path / "first.log")
     try:
-        run.wait_until(lambda: len(metrics()) >= 2, 240)
+        run.wait_until(lambda: len(metrics()) >= 2, 400)
         if how == "terminal":
             run.interrupt_as_a_terminal()
         else:
             run.process.send_signal(signal.SIGTERM)
-        assert run.wait(60) == 130, run.text()
+        assert run.wait(120) == 130, run.text()
         assert run.left_over() == []
     finally:
         run.end()
