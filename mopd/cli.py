@@ -36,6 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mopd_teachers.errors import TeacherError as TeacherServerError
 
         cause = getattr(error, "cause", None) or error
+        if type(error).__name__ in ("ActorDiedError", "RayActorError", "ActorUnavailableError"):
+            print(
+                "mopd: a process of the run has died (a student rank, rollout engine or teacher "
+                "supervisor); most often the machine ran out of memory. What Ray knows:\n"
+                f"{error}\nThe last checkpoint, if there is one, is intact: resume=true goes on.",
+                file=sys.stderr,
+            )
+            return 1
         if not isinstance(cause, MopdError | TeacherServerError):
             raise
         print(f"mopd: {cause}", file=sys.stderr)
@@ -104,6 +112,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     prepared = _prepare(arguments)
+    for text in prepared.warnings:
+        print(f"warning: {text}")
     for name, data in prepared.domains.items():
         print(f"domain {name}: {data.describe()}")
     print(f"longest prompt + response + 1: {prepared.max_model_len} tokens")

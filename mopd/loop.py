@@ -229,7 +229,8 @@ def require_within_budget(step: int, total: int, counts: Counter[str], config: C
             raise FailureBudgetError(
                 f"step {step + 1}: {sum(lost.values())} of {total} samples failed, more than "
                 f"failures.{key} = {limit:g} allows:\n  {causes}\n"
-                "The last checkpoint is intact; mend the cause and go on with resume=true."
+                "The last checkpoint, if there is one, is intact; mend the cause and go on with "
+                "resume=true."
             )
 
 

@@ -14,12 +14,13 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from mopd.build import Prepared
 from mopd.checkpoints import Checkpoint, find_checkpoints, save_checkpoint
-from mopd.config.load import save_config
+from mopd.config.load import load_config, save_config
 from mopd.config.schema import Config
 from mopd.errors import ConfigError
 from mopd.evaluation.evaluators import Answers, HeldOutEvaluator
@@ -53,24 +54,61 @@ class Outcome:
     report: Path | None
 
 
+MARKERS = ("config.yaml", "versions.json")
+"""Files that every run's folder has; a folder without them is somebody else's."""
+
+FIXED_ON_RESUME = ("seed", "student.model", "student.dtype", "rollout", "teachers", "domains")
+"""Parts of the configuration that recorded answers and checkpoints depend on."""
+
+
 def open_run_dir(config: Config) -> tuple[Path, Checkpoint | None]:
     """The run's folder, and the checkpoint to go on from.
 
     Raises:
-        ConfigError: the folder holds a run and neither `resume` nor `overwrite` was asked for.
+        ConfigError: the folder holds a run and neither `resume` nor `overwrite` was asked for, or
+            it holds something else, or a run of another configuration, or cannot be written.
     """
     run_dir = Path(config.run_dir) / config.name
-    if run_dir.exists() and any(run_dir.iterdir()):
-        if config.overwrite:
-            shutil.rmtree(run_dir)
-        elif not config.resume:
-            raise ConfigError(
-                f"{run_dir} already holds a run; go on with it by resume=true, replace it by "
-                "overwrite=true, or give this one another name=..."
-            )
-    run_dir.mkdir(parents=True, exist_ok=True)
+    if config.resume and config.overwrite:
+        raise ConfigError("resume=true and overwrite=true contradict each other; give one of them")
+    try:
+        started = (run_dir / "metrics.jsonl").exists() or bool(find_checkpoints(run_dir))
+        if run_dir.exists() and any(run_dir.iterdir()):
+            if not all((run_dir / name).exists() for name in MARKERS):
+                raise ConfigError(
+                    f"{run_dir} is not empty and not a run's folder (it has no {MARKERS[0]} and "
+                    f"{MARKERS[1]}); give this run another name=... or run_dir=..."
+                )
+            if config.overwrite or not started:
+                shutil.rmtree(run_dir)
+            elif not config.resume:
+                raise ConfigError(
+                    f"{run_dir} already holds a run; go on with it by resume=true, replace it by "
+                    "overwrite=true, or give this one another name=..."
+                )
+            else:
+                require_same_run(run_dir, config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run_dir: {run_dir} cannot be used ({error})") from error
     checkpoints = find_checkpoints(run_dir)
     return run_dir, checkpoints[-1] if checkpoints else None
+
+
+def require_same_run(run_dir: Path, config: Config) -> None:
+    """Refuse to mix two runs' answers.
+
+    Raises:
+        ConfigError: naming what differs between the folder's configuration and this one.
+    """
+    before = load_config([run_dir / MARKERS[0]])
+    changed = [key for key in FIXED_ON_RESUME if attrgetter(key)(before) != attrgetter(key)(config)]
+    if changed:
+        raise ConfigError(
+            f"{run_dir} cannot be resumed with another {', '.join(changed)}: its recorded answers "
+            "and checkpoints were made with the one in its config.yaml; give this run another "
+            "name=..., or replace that one by overwrite=true"
+        )
 
 
 def run_training(prepared: Prepared, progress: Progress) -> Outcome:
@@ -86,6 +124,12 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
         progress.note(f"{run_dir} is finished; overwrite=true runs it again, more train.steps on")
         retention = json.loads(result.read_text())
         return Outcome(run_dir, checkpoint.step, retention, write_report(run_dir))
+    if checkpoint and checkpoint.step > prepared.config.train.steps:
+        raise ConfigError(
+            f"train.steps is {prepared.config.train.steps}, but {checkpoint.path} has "
+            f"{checkpoint.step} steps already; give at least as many"
+        )
+    result.unlink(missing_ok=True)  # of fewer steps than this run will have
     save_config(prepared.config, run_dir / "config.yaml")
     write_versions(run_dir)
     for text in prepared.warnings:
@@ -214,6 +258,7 @@ class System:
                 metrics.write_evaluation,
                 progress.evaluation,
             )
+            evaluator.forget_after(first_step)
             progress.stage("verify weights")
             await self._sync.verify(0)  # ranks and engines have both loaded student.model
             progress.stage("evaluate base and teachers")
@@ -226,7 +271,6 @@ class System:
                 self._mixture.load_state_dict(checkpoint.prompts_state())
                 await self._student.load(checkpoint.student)
                 await self._sync.publish(version=first_step)
-                evaluator.forget_after(first_step)
 
             progress.begin(first_step)
             stop.finish_step_first = True

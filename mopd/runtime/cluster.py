@@ -68,6 +68,7 @@ def ray_cluster(config: Config) -> Iterator[str]:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.ray.address is None:
         ray.init(
+            address="local",  # never one that RAY_ADDRESS or an earlier `ray start` names
             num_cpus=config.ray.num_cpus or max(int(cpus + 0.999), os.cpu_count() or 1),
             include_dashboard=False,
             _node_ip_address=LOOPBACK,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,18 +11,17 @@ class Startup:
 
     def __init__(self, show: Callable[[set[str]], None], note: Callable[[str], None]) -> None:
         self._show, self.note = show, note
-        self._waiting: dict[str, float] = {}
+        self._waiting: set[str] = set()
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show `what` as being waited for while the block runs, then how long it took."""
-        self._waiting[what] = time.monotonic()
+        """Show `what` as being waited for while the block runs."""
+        self._waiting.add(what)
         self._show(set(self._waiting))
         try:
             yield
         except BaseException:
-            self._waiting.pop(what)
+            self._waiting.discard(what)
             raise
-        elapsed = time.monotonic() - self._waiting.pop(what)
+        self._waiting.discard(what)
         self._show(set(self._waiting))
-        self.note(f"{what}: ready after {elapsed:.0f} s")

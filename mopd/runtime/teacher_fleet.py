@@ -56,7 +56,10 @@ class _Managed:
         self.name, self.config = name, config
         self.label = name if config.replicas == 1 else f"{name} #{index}"
         self.actor = TeacherActor.options(  # type: ignore[attr-defined]
-            num_cpus=config.threads, num_gpus=config.gpus
+            # Two calls at a time: `stop` must not wait behind a `start` that takes minutes.
+            num_cpus=config.threads,
+            num_gpus=config.gpus,
+            max_concurrency=2,
         ).remote(spec, log)
 
     async def start(self) -> Endpoint:
@@ -196,19 +199,21 @@ class TeacherFleet:
         self, domain: str, items: Sequence[ScoreItem]
     ) -> dict[str, tuple[float, ...] | TeacherFailed]:
         assert self._router is not None
+        teacher = self._config.domains[domain].teacher
+        before = self._restarts[teacher]
         scores = await self._router.score(domain, items)
         failed = [i for i in items if isinstance(scores[i.sample_id], TeacherFailure)]
-        if failed and await self._revive(self._config.domains[domain].teacher):
+        if failed and await self._revive(teacher, before):
             scores |= await self._router.score(domain, failed)
         return {
             key: TeacherFailed(value.cause) if isinstance(value, TeacherFailure) else tuple(value)
             for key, value in scores.items()
         }
 
-    async def _revive(self, name: str) -> bool:
-        """Restart the dead servers of a managed teacher; whether there were any."""
+    async def _revive(self, name: str, before: int) -> bool:
+        """Restart the dead servers of a managed teacher; whether any was restarted since there
+        were `before` restarts (by this call, or by another one that failed at the same time)."""
         async with self._restarting[name]:
-            before = self._restarts[name]
             for index, managed in enumerate(self._managed.get(name, ())):
                 if not await managed.actor.alive.remote():
                     endpoint = await managed.start()
@@ -250,7 +255,9 @@ class TeacherFleet:
 
     async def close(self) -> None:
         """End every server and connection; returns when none is left."""
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        await asyncio.gather(
+            *(client.close() for client in self._clients.values()), return_exceptions=True
+        )
         actors = [managed.actor for group in self._managed.values() for managed in group]
         await asyncio.gather(*(a.stop.remote() for a in actors), return_exceptions=True)
 
