@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import ray
 
 from mopd.protocols import Sequences
 from mopd.runtime.cluster import LOOPBACK
+from mopd.runtime.ports import free_port
 from mopd.runtime.startup import Startup
 from mopd.types import TrainSample
 
@@ -23,9 +23,7 @@ class StudentActor:
     def address(self, loopback: bool) -> tuple[str, int]:
         """(host, free port) for rank 0 to meet the others at."""
         host = LOOPBACK if loopback else ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1]
+        return host, free_port(host)
 
     def build(self, **arguments: Any) -> None:
         """Join the process group and build this rank's shard of the model."""

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,8 @@ import yaml
 from mopd_process import QUICKSTART, ROOT, SMALL, MopdProcess, json_lines, run_mopd
 from safetensors.torch import load_file
 
+from mopd.runtime.ports import free_port
+
 DOMAINS: list[str] = list(yaml.safe_load((ROOT / QUICKSTART).read_text())["domains"])
 FOURTH = "examples/fourth_domain/domain.yaml"
 
@@ -38,9 +39,7 @@ def arguments(runs: Path, name: str, *more: str, held_out: int = 40) -> list[str
 def plain_vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a vLLM server as shipped, started by nobody of ours: somebody's teacher."""
     log = tmp_path_factory.mktemp("server") / "log"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port("127.0.0.1")
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
         "--model", "demo/models/teacher_caesar", "--served-model-name", "somebodys-teacher",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mopd.runtime.ports import free_port
 
 TIMEOUT_S = 600.0
 
@@ -119,12 +120,9 @@ def _work(
 
 def launch(world: int, folder: Path, cases: list[Case], setup: Case | None = None) -> None:
     """Run `cases` in order on `world` processes; their outcomes are files in `folder`."""
-    sockets = [socket.socket() for _ in range(8)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    ports: list[int] = []
+    while len(ports) < 8:
+        ports = list({*ports, free_port("127.0.0.1")})
     spawn = multiprocessing.get_context("spawn")
     processes = [
         spawn.Process(target=_work, args=(rank, world, folder, ports, setup, cases))
