@@ -1,1 +1,1 @@
-"""TODO"""
+"""What a run shows and records: live display, metrics, transcripts, versions."""
