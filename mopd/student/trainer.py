@@ -21,13 +21,11 @@ from torch import Tensor
 
 from mopd.config.schema import ObjectiveConfig, StudentConfig
 from mopd.errors import ModelError
-from mopd.kernels.reference import IGNORE
-from mopd.kernels.select import gathered_logprobs
-from mopd.objective.mopd_loss import TokenInputs, mopd_loss
-from mopd.objective.stats import SUM_COLUMNS, domain_sums, summarise
+from mopd.objective.stats import SUM_COLUMNS, summarise
 from mopd.student import batching, checkpoint, cpu_platform, model, parallel
 from mopd.student.families import family_of
 from mopd.student.files import write_tensors
+from mopd.student.loss_head import LossHead
 from mopd.student.optimizer import Optimizer
 from mopd.student.schedule import learning_rate
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
@@ -126,8 +124,16 @@ class StudentRank:
         )
         self._first_stage = ps.is_pipeline_first_stage()
         self._last_stage = ps.is_pipeline_last_stage()
-        self._tp_group = ps.get_tensor_model_parallel_group()
-        self._vocab_start = ps.get_tensor_model_parallel_rank() * self._rows_per_rank
+        self._head = LossHead(
+            self.objective,
+            self.domains,
+            kernel=self.config.kernel,
+            temperature=self.temperature,
+            valid_vocab=self.valid_vocab,
+            vocab_start=ps.get_tensor_model_parallel_rank() * self._rows_per_rank,
+            group=ps.get_tensor_model_parallel_group(),
+            device=self.device,
+        )
         self._dp, self._dp_rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
         # One rank of each data-parallel share speaks for it when results are added up.
         self._speaks = self._last_stage and ps.get_tensor_model_parallel_rank() == 0
@@ -180,7 +186,7 @@ class StudentRank:
         undo = len(plans) * self._dp
 
         def loss_of(batch: _Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, sums = self._loss(batch, logits_BSV, len(samples))
+            loss, sums = self._head.loss(batch.rows, batch.samples, logits_BSV, len(samples))
             # A fresh tensor: the schedule divides in place what it is given.
             return loss * undo, {"total": torch.cat([loss.detach().double().view(1), sums])}
 
@@ -190,66 +196,6 @@ class StudentRank:
         dist.all_reduce(total)
         total = total.cpu()
         return float(total[0]), total[1:].view(len(self.domains), len(SUM_COLUMNS))
-
-    def _loss(
-        self, batch: _Microbatch, logits_BSV: Tensor, num_sequences: int
-    ) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the objective, and its flattened domain sums."""
-        rows = batch.rows
-        logprobs_N, entropy_N = self._gather(rows, logits_BSV, self.temperature, self.valid_vocab)
-        width = rows.response_shape[1]
-
-        def padded(values: Callable[[TrainSample], Sequence[float]]) -> tuple[Tensor, Tensor]:
-            return batching.pad_responses(
-                [None if s is None else values(s) for s in batch.samples], width, self.device
-            )
-
-        sampler_BR, mask_BR = padded(lambda s: s.sampler_logprobs)
-        teacher_BR, _ = padded(lambda s: s.teacher_logprobs)
-        orm_B = torch.tensor(
-            [0.0 if s is None else s.orm_advantage for s in batch.samples], device=self.device
-        )
-        objective = self.objective
-        loss, stats = mopd_loss(
-            rows.spread(logprobs_N),
-            TokenInputs(sampler_BR, teacher_BR, mask_BR, orm_B, rows.spread(entropy_N)),
-            icepop_low=objective.icepop_low,
-            icepop_high=objective.icepop_high,
-            advantage_clip=objective.advantage_clip,
-            denominator=objective.denominator,
-            aggregation=objective.aggregation,
-            num_sequences=num_sequences,
-        )
-        # Padding rows have no tokens; which domain they are put under does not matter.
-        domain_B = torch.tensor(
-            [0 if s is None else self.domains.index(s.domain) for s in batch.samples],
-            device=self.device,
-        )
-        return loss, domain_sums(stats, mask_BR, domain_B, len(self.domains)).flatten()
-
-    def _gather(
-        self, rows: batching.Rows, logits_BSV: Tensor, temperature: float, valid_vocab: int
-    ) -> tuple[Tensor, Tensor]:
-        """([N] logprobs of the response tokens, [N] entropies), nats, float32."""
-        # Every position in place, the prompts' ignored: selecting the response rows first would
-        # copy them, and its backward would make a second tensor as large as the logits.
-        length, vocabulary = logits_BSV.shape[1:]
-        logits_MV = logits_BSV.reshape(-1, vocabulary)
-        place_N = rows.row_N * length + rows.position_N
-        target_M = torch.full((logits_MV.shape[0],), IGNORE, device=logits_MV.device)
-        target_M[place_N] = rows.target_N
-        logprobs_M, entropy_M = gathered_logprobs(
-            logits_MV,
-            target_M,
-            temperature=temperature,
-            valid_vocab=valid_vocab,
-            vocab_start=self._vocab_start,
-            group=self._tp_group,
-            backend=self.config.kernel,
-            inplace_backward=True,
-            return_entropy=True,
-        )
-        return logprobs_M[place_N], entropy_M[place_N]
 
     def _plan(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -336,7 +282,7 @@ class StudentRank:
         values = torch.zeros(offsets[-1], dtype=torch.float32, device=self.device)
 
         def read(batch: _Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs_N, _ = self._gather(batch.rows, logits_BSV, temperature, vocabulary)
+            logprobs_N, _ = self._head.logprobs(batch.rows, logits_BSV, temperature, vocabulary)
             return logits_BSV.new_zeros(()), {"logprobs": logprobs_N}
 
         with torch.no_grad():
