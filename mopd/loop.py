@@ -29,12 +29,11 @@ from mopd.protocols import (
     PromptSource,
     RolloutSource,
     Student,
-    TeacherFailed,
     TeacherScorer,
     VerifierFailed,
     WeightSync,
 )
-from mopd.types import Prompt, Rollout, ScoredSample, TrainSample
+from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, TrainSample, group_of
 
 
 @dataclass
@@ -110,11 +109,6 @@ def sample_requests(
     ]
 
 
-def group_of(sample_id: str) -> str:
-    """The group (one prompt's samples in one step) that a sample belongs to."""
-    return sample_id.rpartition(":")[0]
-
-
 async def collect(
     parts: Parts,
     requests: Sequence[tuple[str, Prompt]],
@@ -158,7 +152,7 @@ async def collect(
             continue
         score, verdict = scores.get(sample_id), verdicts.get(sample_id)
         failures = []
-        if score is None or isinstance(score, TeacherFailed):
+        if not isinstance(score, TeacherScore):
             failures.append(f"teacher: {score or 'no answer'}")
         if isinstance(verdict, VerifierFailed):
             failures.append(f"verifier: {verdict}")
@@ -166,7 +160,8 @@ async def collect(
         samples.append(
             ScoredSample(
                 rollout=rollout,
-                teacher_logprobs=None if isinstance(score, TeacherFailed) else score,
+                teacher_logprobs=score.logprobs if isinstance(score, TeacherScore) else None,
+                teacher_topk=score.topk if isinstance(score, TeacherScore) else None,
                 verdict=None if isinstance(verdict, VerifierFailed) else verdict,
                 failures=tuple(failures),
             )

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mopd.types import Prompt, Rollout, ScoredSample, TrainSample, Verdict
+from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, TrainSample, Verdict
 
 Verifier = Callable[[Prompt, str], Verdict]
 """(prompt, answer text) -> Verdict. Raises when it cannot judge; a failure is never a 'wrong'."""
@@ -36,9 +36,12 @@ class TeacherScorer(Protocol):
     """Scores sampled tokens by the teacher of each sample's own domain."""
 
     async def score(
-        self, rollouts: Sequence[Rollout]
-    ) -> Mapping[str, tuple[float, ...] | TeacherFailed]:
-        """sample id -> [R] teacher logprobs of the sampled ids, or why there are none."""
+        self, rollouts: Sequence[Rollout], *, teacher: str | None = None
+    ) -> Mapping[str, TeacherScore | TeacherFailed]:
+        """sample id -> the teacher's logprobs of the sampled ids, or why there are none.
+
+        ``teacher``: ask this one for all of them (a reference policy), at the sampled ids only.
+        """
         ...
 
 

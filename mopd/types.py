@@ -14,6 +14,11 @@ from typing import Any, Literal
 FinishReason = Literal["stop", "length", "abort"]
 
 
+def group_of(sample_id: str) -> str:
+    """The group (one prompt's samples in one step) that a sample belongs to."""
+    return sample_id.rpartition(":")[0]
+
+
 def finish_reason(said: str | None) -> FinishReason:
     """What an engine said of why an answer ended; anything but an end or the limit is an abort."""
     if said == "stop":
@@ -38,6 +43,26 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class TopK:
+    """K candidate tokens at each of R positions, with someone's logprobs of them."""
+
+    ids: Any
+    """[R, K] int32 numpy array; -1 is a slot without a token."""
+    logprobs: Any
+    """[R, K] float32 numpy array, nats; 0 at slots without a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScore:
+    """What one teacher says of one answer."""
+
+    logprobs: tuple[float, ...]
+    """[R] log T of each sampled id."""
+    topk: TopK | None = None
+    """The teacher's logprobs of its own top-k, or of the sampler's; None if not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """One sampled answer, as the rollout engine returned it."""
 
@@ -51,6 +76,8 @@ class Rollout:
     weight_version: int
     """Version of the student's weights that drew it."""
     finish_reason: FinishReason
+    topk: TopK | None = None
+    """The sampler's own top-k at each position, where the objective wants it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +101,10 @@ class ScoredSample:
     """None when the domain has no verifier or the verifier failed (see ``failures``)."""
     failures: tuple[str, ...] = ()
     """Causes, e.g. ``("teacher: timeout",)``; counted in the metrics."""
+    teacher_topk: TopK | None = None
+    """Candidates with the teacher's logprobs, where the objective wants them."""
+    reference_logprobs: tuple[float, ...] | None = None
+    """[R] of the reference policy, where the objective has one that is not the teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +116,12 @@ class TrainSample:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
-    teacher_logprobs: tuple[float, ...]
+    teacher_logprobs: tuple[float, ...] | None
+    """None only where the objective has no distillation part."""
     orm_advantage: float = 0.0
     """alpha_domain * A_ORM of the sample's own group; 0 where there is no verdict."""
+    weight: float = 1.0
+    """Of the sample's domain in the loss (balance between domains)."""
+    reference_logprobs: tuple[float, ...] | None = None
+    teacher_topk: TopK | None = None
+    sampler_topk: TopK | None = None

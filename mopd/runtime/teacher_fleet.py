@@ -17,7 +17,7 @@ from mopd.config.schema import Config, TeacherConfig
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
-from mopd.types import Prompt, Rollout, finish_reason
+from mopd.types import Prompt, Rollout, TeacherScore, finish_reason
 from mopd_teachers.client import Endpoint, ScoreItem, TeacherClient, TeacherFailure
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.router import TeacherRouter
@@ -183,9 +183,10 @@ class TeacherFleet:
         return (self._log_dir / f"teacher-{name}-{index}.log").resolve()
 
     async def score(
-        self, rollouts: Sequence[Rollout]
-    ) -> Mapping[str, tuple[float, ...] | TeacherFailed]:
+        self, rollouts: Sequence[Rollout], *, teacher: str | None = None
+    ) -> Mapping[str, TeacherScore | TeacherFailed]:
         """Each sample by its own domain's teacher; a server that died is restarted once."""
+        assert teacher is None  # a reference policy: not built yet, and refused by the checks
         by_domain: dict[str, list[ScoreItem]] = {}
         for r in rollouts:
             item = ScoreItem(r.sample_id, r.prompt.token_ids, r.response_ids)
@@ -197,7 +198,7 @@ class TeacherFleet:
 
     async def _score(
         self, domain: str, items: Sequence[ScoreItem]
-    ) -> dict[str, tuple[float, ...] | TeacherFailed]:
+    ) -> dict[str, TeacherScore | TeacherFailed]:
         assert self._router is not None
         teacher = self._config.domains[domain].teacher
         before = self._restarts[teacher]
@@ -206,7 +207,9 @@ class TeacherFleet:
         if failed and await self._revive(teacher, before):
             scores |= await self._router.score(domain, failed)
         return {
-            key: TeacherFailed(value.cause) if isinstance(value, TeacherFailure) else tuple(value)
+            key: TeacherFailed(value.cause)
+            if isinstance(value, TeacherFailure)
+            else TeacherScore(tuple(value))
             for key, value in scores.items()
         }
 

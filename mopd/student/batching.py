@@ -178,7 +178,10 @@ def _refusal(
     for name, scores in (
         ("sampler_logprobs", sample.sampler_logprobs),
         ("teacher_logprobs", sample.teacher_logprobs),
+        ("reference_logprobs", sample.reference_logprobs),
     ):
+        if scores is None:
+            continue
         if len(scores) != len(sample.response_ids):
             return f"{len(scores)} {name} for {len(sample.response_ids)} response ids"
         if not all(map(math.isfinite, scores)):

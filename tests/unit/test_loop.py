@@ -13,7 +13,7 @@ from mopd.config.schema import Config, DomainConfig
 from mopd.errors import FailureBudgetError
 from mopd.loop import Parts, train
 from mopd.protocols import TeacherFailed, VerifierFailed
-from mopd.types import Prompt, Rollout, ScoredSample, TrainSample, Verdict
+from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, TrainSample, Verdict
 
 MATH = [Prompt(f"math/{i}", "math", f"m{i}", (1, i)) for i in range(2)]
 CODE = [Prompt("code/0", "code", "c0", (2, 0))]
@@ -50,14 +50,14 @@ class FakeTeachers:
         self.failing = failing or {}
 
     async def score(
-        self, rollouts: Sequence[Rollout]
-    ) -> Mapping[str, tuple[float, ...] | TeacherFailed]:
+        self, rollouts: Sequence[Rollout], *, teacher: str | None = None
+    ) -> Mapping[str, TeacherScore | TeacherFailed]:
         await asyncio.sleep(0.01 if rollouts[0].sample_id.startswith("0:0") else 0)
         value = {"math": -10.0, "code": -20.0}
         return {
             r.sample_id: TeacherFailed(self.failing[r.sample_id])
             if r.sample_id in self.failing
-            else (value[r.prompt.domain],) * len(r.response_ids)
+            else TeacherScore((value[r.prompt.domain],) * len(r.response_ids))
             for r in rollouts
         }
 

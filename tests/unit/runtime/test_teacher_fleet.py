@@ -9,7 +9,7 @@ from pathlib import Path
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
 from mopd.protocols import TeacherFailed
 from mopd.runtime.teacher_fleet import TeacherFleet
-from mopd.types import Prompt, Rollout
+from mopd.types import Prompt, Rollout, TeacherScore
 from mopd_teachers.client import Endpoint, ScoreItem, TeacherFailure
 
 
@@ -60,5 +60,5 @@ def test_every_batch_in_flight_is_scored_again_after_one_restart(tmp_path: Path)
         return [dict(s) for s in await asyncio.gather(*map(fleet.score, batches))], server
 
     scores, server = asyncio.run(scenario())
-    assert scores == [{f"s{i}": (-1.0, -1.0)} for i in range(4)]
+    assert scores == [{f"s{i}": TeacherScore((-1.0, -1.0))} for i in range(4)]
     assert server.starts == 1 and server.names == ["t@new"]
