@@ -18,7 +18,7 @@ from mopd.config.model_files import ModelLimits, hub_cache_folder, read_model_li
 from mopd.config.schema import Config
 from mopd.data.mixture import Mixture
 from mopd.data.prompts import ContextLimit, DomainData, check_lengths, load_domain
-from mopd.data.verifiers import build_verifier, self_check
+from mopd.data.verifier_check import check_verifiers
 from mopd.errors import ConfigError, ModelError
 from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
@@ -117,10 +117,7 @@ def prepare(config: Config) -> Prepared:
     check_lengths(
         domains, config.rollout.max_response_tokens, context_limits(config, limits, local_teachers)
     )
-    for name, domain in config.domains.items():
-        verifier = build_verifier(domain.verifier, name, domain.prompts)
-        if verifier is not None:
-            self_check(verifier, domains[name].held_out or domains[name].train, name)
+    check_verifiers(config.domains, {n: d.held_out or d.train for n, d in domains.items()})
     mixture_of(config, domains).require_room(config.train.prompts_per_step)
     prompts = [p.token_ids for data in domains.values() for p in (*data.train, *data.held_out)]
     response = config.rollout.max_response_tokens

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.schema import PromptsConfig, VerifierConfig
-from mopd.config.wording import kind_of, listed, nearest
+from mopd.config.wording import kind_of, nearest
 from mopd.data.math_answers import same_mathematics
 from mopd.data.tasks import TaskItem, reasoning_gym_score
 from mopd.errors import ConfigError, MopdError
@@ -134,7 +134,7 @@ def import_target(target: str, where: str, folder: str | None = None) -> Callabl
             f"{where}: {target!r}: importing {module_name} failed, because it needs the module "
             f"{missing!r}, which is not installed"
         ) from error
-    except Exception as error:  # a user's module runs whatever it likes when imported
+    except (Exception, SystemExit) as error:  # a user's module runs whatever it likes
         raise ConfigError(
             f"{where}: {target!r}: importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error
@@ -229,50 +229,6 @@ def build_verifier(
     if cfg.name not in VERIFIERS:
         raise ConfigError(f"{where}: unknown verifier {cfg.name!r}{nearest(cfg.name, VERIFIERS)}")
     return VERIFIERS[cfg.name](cfg, prompts, where)
-
-
-def self_check(
-    verifier: Verifier, prompts: Sequence[Prompt], domain: str, *, sample: int = 8
-) -> None:
-    """ConfigError unless the verifier says right of reference answers and not of wrong ones.
-
-    Checks up to `sample` prompts that have a reference answer; does nothing if none has one.
-    Wrong answers: nothing, a nonsense word, and the reference answer of another prompt (which
-    may happen to be right, so only a verifier that accepts every one of those is at fault).
-    """
-    known = [prompt for prompt in prompts if prompt.answer is not None]
-    step = max(1, len(known) // sample)
-    chosen = known[::step][:sample]
-    problems: list[str] = []
-    foreign: list[bool] = []
-    for prompt in chosen:
-        assert prompt.answer is not None
-        verdict = _try(verifier, prompt, prompt.answer, problems)
-        if verdict is not None and not (verdict.correct and verdict.score > 0):
-            problems.append(f"{prompt.id}: called its reference answer {prompt.answer!r} wrong")
-        for wrong in ("", "mopd-wrong-answer"):
-            try:
-                accepted = verifier(prompt, wrong).correct
-            except Exception:  # it may well refuse to judge nonsense
-                accepted = False
-            if accepted and wrong != prompt.answer.strip():
-                problems.append(f"{prompt.id}: called the wrong answer {wrong!r} right")
-        other = next((p.answer for p in known if p.answer and p.answer != prompt.answer), None)
-        if other is not None:
-            verdict = _try(verifier, prompt, other, problems)
-            foreign.append(verdict is not None and verdict.correct)
-    if foreign and all(foreign):
-        problems.append("called every other prompt's answer right as well")
-    if problems:
-        raise ConfigError(listed(f"domains.{domain}.verifier does not do its work", problems))
-
-
-def _try(verifier: Verifier, prompt: Prompt, answer: str, problems: list[str]) -> Verdict | None:
-    try:
-        return verifier(prompt, answer)
-    except Exception as error:  # whatever a user's verifier raises is what we want to show
-        problems.append(f"{prompt.id}: answer {answer!r}: {type(error).__name__}: {error}")
-        return None
 
 
 def _reference(prompt: Prompt) -> str:

@@ -46,7 +46,7 @@ class JudgeActor:
             try:
                 assert verifier is not None
                 outcome: Verdict | VerifierFailed = verifier(prompt, answer)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # sys.exit() would end this worker
                 # A verifier that could not judge has not judged: this is never a wrong answer.
                 outcome = VerifierFailed(f"{type(error).__name__}: {error}"[:200])
             chunk.append((sample_id, outcome))

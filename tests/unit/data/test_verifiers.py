@@ -14,11 +14,9 @@ from mopd.config.schema import PromptsConfig, VerifierConfig
 from mopd.data.tasks import make_items
 from mopd.data.verifiers import (
     VERIFIERS,
-    ExactMatch,
     VerifierError,
     as_verdict,
     build_verifier,
-    self_check,
 )
 from mopd.errors import ConfigError
 from mopd.types import Prompt, Verdict
@@ -190,34 +188,3 @@ def test_all_travel_to_another_process(user_module: str, tmp_path: Path) -> None
         text=True,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_self_check_passes_what_works(user_module: str) -> None:
-    numbers = [prompt(str(n), n) for n in range(10)]
-    for check in (ExactMatch(), of(user_module, "exact"), of(user_module, "partial", half=0.1)):
-        self_check(check, numbers, "code")
-    self_check(of(user_module, "contains"), numbers, "code")
-    check = build_verifier(VerifierConfig(name="math_verify"), "d", NO_TASK)
-    assert check is not None
-    self_check(check, numbers, "d")
-    check = build_verifier(VerifierConfig(name="reasoning_gym"), "spell", SPELL)
-    assert check is not None
-    self_check(check, spelled(), "spell")
-
-
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [
-        ("anything", "called the wrong answer '' right"),
-        ("nothing", "called its reference answer '0' wrong"),
-        ("any_number", "called every other prompt's answer right"),
-        ("crashes", "RuntimeError: no compiler"),
-    ],
-)
-def test_self_check_refuses_what_does_not(user_module: str, function: str, says: str) -> None:
-    numbers = [prompt(str(n), n) for n in range(10)]
-    with pytest.raises(ConfigError) as error:
-        self_check(of(user_module, function), numbers, "code")
-    assert "domains.code.verifier does not do its work" in str(error.value)
-    assert says in str(error.value)
-    self_check(of(user_module, function), [prompt(None)], "code")  # nothing to check against
