@@ -82,7 +82,8 @@ class Progress:
         domains: in the order to show them.
         plain: True for plain lines, False for the live display, None: live if `file` is a terminal.
         first_step: steps already done when a resumed run goes on.
-        min_interval_s: plain lines of steps come no faster than this (the last one always comes).
+        min_interval_s: plain lines of steps come no faster than this (the last one always comes),
+            nor do those of evaluations; neither holds the other back.
         heartbeat_s: plain: how long silence may last while something is waited for.
         file: where to write; None is stdout as it is at `__enter__`.
     """
@@ -119,7 +120,8 @@ class Progress:
         self._waiting: dict[str, float] = {}  # what -> since when
         self._stage: tuple[str, float] | None = None
         self._evaluation: tuple[str, int, int] | None = None
-        self._last_line_at = -1e9
+        self._last_line_at = -1e9  # of any kind: when silence began
+        self._due_at = {"step": -1e9, "evaluation": -1e9}  # when the next plain line of a kind may
 
     # --- what the loop calls ---
 
@@ -164,16 +166,14 @@ class Progress:
             self._step_times = (*self._step_times, float(taken))[-RECENT:]
         self._last_step_at = now
         self._step, self._metrics = step, dict(metrics)
-        due = now - self._last_line_at >= self._min_interval_s or step >= self._total
-        if self._plain and due:
+        if self._plain and self._due("step", last=step >= self._total):
             self._print(self._step_line())
 
     @_guarded
     def evaluation(self, what: str, done: int, total: int) -> None:
         """How far an evaluation is, e.g. ``("student spell", 120, 200)``."""
         self._evaluation = (what, done, total)
-        due = self._now() - self._last_line_at >= self._min_interval_s or done >= total
-        if self._plain and due:
+        if self._plain and self._due("evaluation", last=done >= total):
             self._print(f"evaluate {what}: {done}/{total}")
 
     @_guarded
@@ -242,6 +242,14 @@ class Progress:
 
     def _now(self) -> float:
         return time.monotonic()
+
+    def _due(self, kind: str, *, last: bool) -> bool:
+        """Whether a plain line of this kind may come now; if so, the next one waits."""
+        now = self._now()
+        if now < self._due_at[kind] and not last:
+            return False
+        self._due_at[kind] = now + self._min_interval_s
+        return True
 
     def _print(self, text: str, style: str = "") -> None:
         if self._console is not None:

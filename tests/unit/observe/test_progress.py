@@ -62,6 +62,24 @@ def test_plain_lines_are_throttled_but_the_last_step_always_shows():
     ]  # fmt: skip
 
 
+def test_evaluations_hold_no_step_line_back():
+    progress, out = plain(min_interval_s=2.0)
+    clock = [0.0]
+    progress._now = lambda: clock[0]
+    with progress:
+        for step in range(1, 5):
+            clock[0] += 1.9
+            progress.evaluation("student spell", 5, 200)
+            progress.evaluation("student sum", 200, 200)
+            clock[0] += 0.2
+            progress.step(step, metrics())
+    lines = out.getvalue().splitlines()
+    assert [line.split(" |")[0] for line in lines if line.startswith("step")] == [
+        f"step {step}/100" for step in range(1, 5)
+    ]
+    assert lines.count("evaluate student sum: 200/200") == 4
+
+
 def test_waiting_says_for_whom_and_who_became_ready():
     progress, out = plain()
     with progress:
@@ -134,8 +152,17 @@ def test_live_display_shows_bar_domains_and_stage():
         progress.warn("a metric was not finite")
         progress._live.refresh()
     text = out.getvalue()
-    for part in ("waiting for: teacher spell", "step 10/100", "1,530 tokens/s", "reverse KL",
-                 "0.0321", "[x]", "now: generate", "saved [1]", "warning: a metric"):
+    for part in (
+        "waiting for: teacher spell",
+        "step 10/100",
+        "1,530 tokens/s",
+        "reverse KL",
+        "0.0321",
+        "[x]",
+        "now: generate",
+        "saved [1]",
+        "warning: a metric",
+    ):
         assert part in text, part
 
 
