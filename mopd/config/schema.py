@@ -112,6 +112,7 @@ class PromptsConfig:
     key_fields: list[str] = field(default_factory=list)  # what makes two items the same item
     unordered_key: bool = False
     chat: bool = False  # render through the tokenizer's chat template
+    difficulty: str | None = None  # field (of the row or the item's metadata) holding a number
 
 
 @dataclass
@@ -151,12 +152,32 @@ class ObjectiveConfig:
 
 
 @dataclass
+class SamplingConfig:
+    """Which prompts of a domain are drawn, and which groups are drawn again."""
+
+    order: str = "shuffle"  # shuffle | prioritised (by failure rate) | curriculum (easy to hard)
+    min_priority: float | None = None  # prioritised: weight of a prompt that never fails, .05
+    curriculum_start: float | None = None  # curriculum: easiest share drawn from at first, .2
+    curriculum_steps: int | None = None  # curriculum: steps until all are; null: train.steps
+    retire_above: float | None = None  # prompts passed at least this often are not drawn again
+    retire_after: int | None = None  # ... once this many of their answers were judged, 4
+    dynamic_rounds: int = 0  # extra rounds that replace groups whose rewards are all equal
+
+
+@dataclass
 class TrainConfig:
-    """Length of the run and size of a step (samples a step = the product of the last two)."""
+    """Length of the run and size of a step.
+
+    Samples a step = prompts_per_step * samples_per_prompt; optimizer updates a step = epochs *
+    minibatches.
+    """
 
     steps: int = MISSING
     prompts_per_step: int = MISSING
     samples_per_prompt: int = 4
+    epochs: int = 1  # passes over a step's samples
+    minibatches: int = 1  # updates a pass, each on a part of the prompts
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
 

@@ -82,7 +82,9 @@ class LossHead:
         )
         width = rows.response_shape[1]
 
-        def padded(values: Callable[[TrainSample], Sequence[float] | None]) -> tuple[Tensor, Tensor]:
+        def padded(
+            values: Callable[[TrainSample], Sequence[float] | None],
+        ) -> tuple[Tensor, Tensor]:
             return batching.pad_responses(
                 [None if s is None else values(s) for s in samples], width, self.device
             )

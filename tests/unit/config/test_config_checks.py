@@ -50,6 +50,7 @@ def instance(config: Config, cls: type) -> tuple[object, str]:
         schema.DomainConfig: (config.domains["math"], "domains.math."),
         schema.ObjectiveConfig: (config.objective, "objective."),
         schema.TrainConfig: (config.train, "train."),
+        schema.SamplingConfig: (config.train.sampling, "train.sampling."),
         schema.EvaluationConfig: (config.evaluation, "evaluation."),
         schema.FailuresConfig: (config.failures, "failures."),
         schema.WeightSyncConfig: (config.weight_sync, "weight_sync."),
