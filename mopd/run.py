@@ -23,9 +23,10 @@ from mopd.checkpoints import Checkpoint, find_checkpoints, save_checkpoint
 from mopd.config.load import load_config, save_config
 from mopd.config.schema import Config
 from mopd.errors import ConfigError
-from mopd.evaluation.evaluators import Answers, HeldOutEvaluator
-from mopd.evaluation.metrics import build_retention, write_retention
+from mopd.evaluation.evaluators import HeldOutEvaluator
+from mopd.evaluation.items import Answers
 from mopd.evaluation.report import write_report
+from mopd.evaluation.retention import build_retention, write_retention
 from mopd.loop import Parts, train
 from mopd.observe.metrics import MetricsWriter
 from mopd.observe.progress import Progress

@@ -15,12 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mopd.errors import ModelError, TeacherError
-from mopd.evaluation.metrics import ItemResult
+from mopd.evaluation.items import Answers, ItemResult
 from mopd.protocols import Judge, RolloutSource, VerifierFailed
 from mopd.types import Prompt, Rollout, Verdict
-
-Answers = dict[str, list[ItemResult]]
-"""domain -> one result per held-out item."""
 
 TeacherAnswers = Callable[[str, Sequence[tuple[str, Prompt]]], Awaitable[Sequence[Rollout]]]
 """(domain, (request id, prompt) pairs) -> the greedy answers of the domain's teacher."""

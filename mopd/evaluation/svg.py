@@ -89,9 +89,7 @@ def averaged(points: Sequence[Point], limit: int = 240) -> list[Point]:
 def running_mean(points: Sequence[Point], window: int) -> list[Point]:
     """Mean of the last `window` values at each point (fewer at the beginning)."""
     values = [y for _, y in points]
-    return [
-        (x, _mean(values[max(0, k + 1 - window) : k + 1])) for k, (x, _) in enumerate(points)
-    ]
+    return [(x, _mean(values[max(0, k + 1 - window) : k + 1])) for k, (x, _) in enumerate(points)]
 
 
 def line_chart(
@@ -285,9 +283,7 @@ def _spread(positions: Sequence[float], gap: float) -> list[float]:
 
 
 def _open(width: float, height: float, name: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(name)}">'
-    )
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(name)}">'
 
 
 def _rule(x0: float, y0: float, x1: float, y1: float, css: str) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import yaml
 
-from mopd.evaluation.metrics import ItemResult, build_retention, write_retention
+from mopd.evaluation.items import ItemResult
+from mopd.evaluation.retention import build_retention, write_retention
 
 DOMAINS = ("spell", "sum", "caesar")
 SCORES = {"spell": (0.62, 0.985, 0.98), "sum": (0.48, 0.94, 0.915), "caesar": (0.55, 0.93, 0.90)}

@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from mopd.errors import DataError
+from mopd.evaluation.items import ItemResult
 from mopd.evaluation.metrics import (
-    ItemResult,
-    build_retention,
     domain_means,
     forgetting,
     headroom_captured,
@@ -23,8 +22,8 @@ from mopd.evaluation.metrics import (
     paired_bootstrap,
     recovery,
     retention,
-    write_retention,
 )
+from mopd.evaluation.retention import build_retention, write_retention
 from mopd.evaluation.tables import retention_markdown, retention_table
 
 BENCHMARKS = ("AIME25", "AIME26", "IFBench", "IFEval", "SWE-V")
