@@ -16,6 +16,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mopd.errors import MopdError
 
@@ -25,7 +26,7 @@ STOPPED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     try:
         return arguments.run(arguments)
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -50,11 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse stops taking files and ``key=value`` at the first option; here it may stand anywhere
+    among them."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    options = [item for item in rest if item.startswith("-")]
+    if options or (rest and not hasattr(arguments, "more")):
+        parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
+    if rest:
+        arguments.more += rest
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mopd",
         description="Multi-teacher on-policy distillation: several specialists into one student.",
     )
+    plain: dict[str, Any] = {"action": "store_true", "help": "lines instead of a live display"}
+    parser.add_argument("--plain", default=False, **plain)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, text in (
         ("train", _train, "distil the teachers into the student, then report retention"),
@@ -65,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument(
             "more", nargs="*", metavar="MORE.yaml | key=value", help="merged over it, in order"
         )
-        command.add_argument("--plain", action="store_true", help="lines instead of a live display")
+        command.add_argument("--plain", default=argparse.SUPPRESS, **plain)
         command.set_defaults(run=run)
     text = "write report.html and report.md of a run directory again"
     report = commands.add_parser("report", help=text, description=text)

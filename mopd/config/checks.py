@@ -358,6 +358,8 @@ def _domains(config: Config) -> Iterator[str]:
         key = f"domains.{name}"
         if domain.teacher not in config.teachers:
             hint = nearest(domain.teacher, config.teachers) or "; no teachers are given"
+            if domain.teacher.strip()[:1] in ("[", "{") or "," in domain.teacher:
+                hint = "; a domain has exactly one teacher, by name"
             yield f"{key}.teacher: there is no teacher {domain.teacher!r}{hint}"
         yield from _prompts(domain, key)
         yield from _verifier(domain, key)

@@ -53,7 +53,8 @@ def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
 
     Shorthands: ``prompts: FILE`` is ``{jsonl: FILE}``, ``verifier: NAME`` is ``{name: NAME}``,
     ``endpoints: URL`` is a list of one. A shorthand replaces what an earlier file said there;
-    mappings are merged key by key; lists and values are replaced.
+    mappings are merged key by key; lists and values are replaced. The value of an override is
+    YAML, but for a key that takes text: there it is the text as it stands.
     """
     if isinstance(paths, str | Path):
         raise TypeError("load_config takes a sequence of paths")
@@ -62,6 +63,7 @@ def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
     problems: list[str] = []
     merged: dict[str, Any] = {}
     for path in paths:
+        _refuse_a_key(str(path))
         value, lines = read_yaml(Path(path))
         _merge(merged, _typed(value, Config, (), _Source(str(path), lines), problems))
     for text in overrides:
@@ -103,18 +105,46 @@ def _override(text: str) -> tuple[dict[str, Any], _Source]:
             "such as student.optimizer.lr=1.0e-3"
         )
     source = _Source(f"override {text!r}", {})
-    value, _ = parse_yaml(raw, source.name)
     expected = _type_at(Config, path)
-    if expected is not None:
-        options = _options(expected)
-        # A shell user cannot be asked for a second pair of quotes round a name of digits.
-        if str in options and isinstance(value, bool | int | float):
-            value = raw
-        if value is None and raw.strip() == "" and str in options:
-            value = ""
+    value: Any
+    if expected is not None and str in _options(expected):
+        value = _text_value(raw)
+    else:
+        try:
+            value, _ = parse_yaml(raw, source.name)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; text that holds ':', '{{', '[' or '#' needs quotes that the shell "
+                f"leaves: {key}='\"...\"'"
+            ) from error
+        if expected is None and isinstance(value, dict) and raw.lstrip()[:1] != "{":
+            value = raw  # ``back {word}:`` for a free key; a mapping would come in braces
     for name in reversed(path):
         value = {name: value}
     return value, source
+
+
+def _text_value(raw: str) -> str | None:
+    """What stands after ``=`` for a key that takes text: that text, whatever YAML would make of
+    it, since a shell user cannot be asked for a second pair of quotes round ``back {word}:`` or a
+    name of digits. Only ``null`` is nothing, and quotes round all of it come off."""
+    if raw.strip() in ("null", "Null", "NULL", "~"):
+        return None
+    if raw.strip()[:1] in ("'", '"'):
+        try:
+            value, _ = parse_yaml(raw, "")
+        except ConfigError:
+            return raw
+        return value if isinstance(value, str) else raw
+    return raw
+
+
+def _refuse_a_key(path: str) -> None:
+    """``train.steps 20`` where ``train.steps=20`` was meant is no missing file."""
+    keys = tuple(path.split("."))
+    known = keys[0] in typing.get_type_hints(Config) and _type_at(Config, keys) is not None
+    if known and not Path(path).exists():
+        raise ConfigError(f"{path!r} is no file but a configuration key; write {path}=VALUE")
 
 
 def _type_at(kind: Any, path: KeyPath) -> Any:

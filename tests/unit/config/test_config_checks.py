@@ -128,6 +128,7 @@ def test_names_are_those_that_are_built() -> None:
         # teachers
         (["domains.math.teacher=maths_rl"], "no teacher 'maths_rl'; did you mean 'math_rl'?"),
         (["domains.math.teacher=zzz"], "no teacher 'zzz'; known: code_rl, math_rl"),
+        (["domains.math.teacher=[math_rl, code_rl]"], "a domain has exactly one teacher, by name"),
         (["teachers.math_rl.model=null"], "has neither model (a checkpoint to serve) nor endp"),
         (["teachers.math_rl.model=gone"], "teachers.math_rl.model: gone does not exist"),
         (["teachers.math_rl.model=math.jsonl"], "math.jsonl is a file, expected a checkpoint"),

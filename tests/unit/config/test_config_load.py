@@ -100,7 +100,6 @@ def test_a_number_in_quotes_is_refused_with_the_cure(place: Path) -> None:
         ("student.optimizer.lr=fast", "expected a number, got the text 'fast'"),
         ("resume=yes", "write true"),
         ("resume=1", "expected true or false, got the number 1"),
-        ("domains.math.teacher=[a, b]", "a domain has exactly one teacher"),
         ("domains.math.teacher=null", "got nothing (null)"),
         ("domains.math=null", "domains.math: expected a mapping of keys, got nothing"),
         ("teachers.math_rl=base", "such as {model: PATH}"),
@@ -127,6 +126,42 @@ def test_an_override_of_text_is_taken_as_it_stands(loaded: Load) -> None:
     assert config.teachers["math_rl"].revision == "0e5"
     assert config.domains["code"].prompts.template == "a=b"
     assert loaded("domains.math.verifier=null").domains["math"].verifier is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        ("back {word}:", "back {word}:"),
+        ("{question}", "{question}"),
+        ("a: b # c", "a: b # c"),
+        ("[x, y]", "[x, y]"),
+        ("true", "true"),
+        ("'back {word}:\\n'", "back {word}:\\n"),
+        ('"back {word}:\\n"', "back {word}:\n"),  # YAML's escapes, for those who want them
+        ('"x" and "y"', '"x" and "y"'),
+        ("", ""),
+    ],
+)
+def test_text_with_yaml_in_it_stays_text(loaded: Load, raw: str, text: str) -> None:
+    config = loaded(f"domains.code.prompts.template={raw}", "domains.code.prompts.jsonl=null")
+    assert config.domains["code"].prompts.template == text
+    assert config.domains["code"].prompts.jsonl is None
+
+
+def test_a_free_key_takes_yaml_and_says_how_to_quote_what_is_none(loaded: Load) -> None:
+    key = "domains.code.prompts.params.x"
+    for raw, value in [("back {word}:", "back {word}:"), ("{a: 1}", {"a": 1}), ("2", 2)]:
+        assert loaded(f"{key}={raw}").domains["code"].prompts.params["x"] == value
+    message = refusal("name: x", overrides=(f"{key}=a: b: c",))
+    assert "not valid YAML" in message and "domains.code.prompts.params.x='\"" in message
+
+
+@pytest.mark.parametrize("key", ["train.steps", "resume", "domains.code.prompts.template"])
+def test_a_key_without_equals_is_no_missing_file(place: Path, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{key}' is no file but a .* write {key}=VALUE"):
+        load_config(["good.yaml", key, "20"])
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(["train.yaml"])
 
 
 @pytest.mark.parametrize(
