@@ -1,4 +1,4 @@
-"""The one autograd.Function that every backend runs in."""
+"""The autograd.Function of gathered logprobs, in which every backend runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.kernels.partials import Columns, Partials, RowStats
-from mopd.kernels.vocab_parallel import combine
+from mopd.kernels.vocab_parallel import Combined, combine
 
 
 class Backend(Protocol):
@@ -38,52 +38,70 @@ class Backend(Protocol):
     ) -> None: ...
 
 
+def score_rows(
+    backend: Backend,
+    logits_NV: Tensor,
+    target_ids_N: Tensor,
+    *,
+    temperature: float,
+    columns: Columns,
+    group: dist.ProcessGroup | None,
+    entropy: bool,
+    teacher_logprobs_N: Tensor | None,
+) -> Combined:
+    """Everything about the targets of one shard's rows, by one read of the logits."""
+    partials = backend.row_partials(
+        logits_NV, target_ids_N, temperature=temperature, columns=columns, entropy=entropy
+    )
+    return combine(
+        partials,
+        target_ids_N,
+        temperature=temperature,
+        group=group,
+        teacher_logprobs_N=teacher_logprobs_N,
+    )
+
+
 class GatheredLogprobs(torch.autograd.Function):
-    """(logits, target ids) -> (logprobs, entropies or None); the entropy carries no gradient."""
+    """(logits, target ids) -> (logprobs, entropies, logsumexps, advantages); only the first carries
+    a gradient."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits_NV: Tensor,
         target_ids_N: Tensor,
+        teacher_logprobs_N: Tensor | None,
         backend: Backend,
         temperature: float,
         columns: Columns,
         group: dist.ProcessGroup | None,
         inplace_backward: bool,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        partials = backend.row_partials(
-            logits_NV, target_ids_N, temperature=temperature, columns=columns, entropy=entropy
+    ) -> tuple[Tensor | None, ...]:
+        scores = score_rows(
+            backend,
+            logits_NV,
+            target_ids_N,
+            temperature=temperature,
+            columns=columns,
+            group=group,
+            entropy=entropy,
+            teacher_logprobs_N=teacher_logprobs_N,
         )
-        logprobs_N, entropy_N, stats = combine(
-            partials, target_ids_N, temperature=temperature, group=group
-        )
+        stats = scores.stats
         ctx.save_for_backward(logits_NV, target_ids_N, stats.row_max_N, stats.log_sum_N)
         ctx.backend, ctx.temperature, ctx.columns = backend, temperature, columns
         ctx.inplace_backward, ctx.consumed = inplace_backward, False
-        if entropy_N is not None:
-            ctx.mark_non_differentiable(entropy_N)
-        return logprobs_N, entropy_N
+        detached = (scores.entropy_N, scores.logsumexp_N, scores.advantage_N)
+        ctx.mark_non_differentiable(*(t for t in detached if t is not None))
+        return scores.logprobs_N, *detached
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # only under create_graph=True
-            raise NotImplementedError(
-                "gathered_logprobs has no second derivative (backward was called with "
-                "create_graph=True); use mopd.kernels.reference.gathered_logprobs_reference."
-            )
-        if ctx.consumed:
-            raise RuntimeError(
-                "gathered_logprobs(inplace_backward=True) ran backward twice; the first run wrote "
-                "the gradient over the logits. Pass inplace_backward=False to keep the graph."
-            )
+    def backward(ctx: Any, grad_N: Tensor, *_: Tensor | None) -> tuple[Any, ...]:
+        begin_backward(ctx, "gathered_logprobs", "gathered_logprobs_reference")
         logits_NV, target_ids_N, row_max_N, log_sum_N = ctx.saved_tensors
-        if ctx.inplace_backward:
-            ctx.consumed = True
-            out_NV = logits_NV.detach()
-        else:
-            out_NV = torch.empty_like(logits_NV)
+        out_NV = gradient_buffer(ctx, logits_NV)
         ctx.backend.write_gradient(
             logits_NV.detach(),
             target_ids_N,
@@ -93,7 +111,33 @@ class GatheredLogprobs(torch.autograd.Function):
             temperature=ctx.temperature,
             columns=ctx.columns,
         )
-        if ctx.inplace_backward:
-            # A Triton store is unseen by torch; whoever else saved these logits must get an error.
-            torch.autograd.graph.increment_version(out_NV)
-        return out_NV, None, None, None, None, None, None, None
+        end_backward(ctx, out_NV)
+        return out_NV, None, None, None, None, None, None, None, None
+
+
+def begin_backward(ctx: Any, name: str, reference: str) -> None:
+    """Refuses what cannot be: NotImplementedError under create_graph=True, RuntimeError for a second
+    run in place. Before `ctx.saved_tensors`, whose own complaint would say less."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} has no second derivative (backward was called with create_graph=True); use "
+            f"mopd.kernels.reference.{reference}."
+        )
+    if ctx.consumed:
+        raise RuntimeError(
+            f"{name}(inplace_backward=True) ran backward twice; the first run wrote the gradient "
+            "over the logits. Pass inplace_backward=False to keep the graph."
+        )
+    ctx.consumed = ctx.inplace_backward
+
+
+def gradient_buffer(ctx: Any, logits_NV: Tensor) -> Tensor:
+    """Where the backward writes: the logits themselves if `ctx.inplace_backward`."""
+    return logits_NV.detach() if ctx.inplace_backward else torch.empty_like(logits_NV)
+
+
+def end_backward(ctx: Any, out_NV: Tensor) -> None:
+    """Bumps the version of logits written in place: a Triton store is unseen by torch, and whoever
+    else saved them must get an error."""
+    if ctx.inplace_backward:
+        torch.autograd.graph.increment_version(out_NV)

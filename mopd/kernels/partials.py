@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -46,3 +47,32 @@ class RowStats:
 
     row_max_N: Tensor
     log_sum_N: Tensor
+
+
+def shift_to(partial_max_N: Tensor, sum_exp_N: Tensor, max_N: Tensor, temperature: float) -> Tensor:
+    """[N] (m - M) / T: what moves a partial with maximum m to the common maximum M.
+
+    0 where the partial's sum is 0 (no finite logit: m is -inf, and -inf - M may be NaN; the sum
+    stays 0) or NaN (NaN logits: the NaN lives on).
+    """
+    return torch.where(sum_exp_N > 0, (partial_max_N - max_N) / temperature, 0.0)
+
+
+def merge(a: Partials, b: Partials, temperature: float) -> Partials:
+    """Partials of two disjoint sets of columns as one: the local form of the all-reduce."""
+    row_max_N = torch.maximum(a.row_max_N, b.row_max_N)
+    sum_exp_N = torch.zeros_like(row_max_N)
+    weighted_N = None if a.weighted_N is None else torch.zeros_like(row_max_N)
+    for part in (a, b):
+        shift_N = shift_to(part.row_max_N, part.sum_exp_N, row_max_N, temperature)
+        scale_N = shift_N.exp()
+        sum_exp_N += scale_N * part.sum_exp_N
+        if weighted_N is not None and part.weighted_N is not None:
+            weighted_N += scale_N * (part.weighted_N + shift_N * part.sum_exp_N)
+    return Partials(
+        row_max_N,
+        sum_exp_N,
+        a.target_logit_N + b.target_logit_N,
+        a.owned_N + b.owned_N,
+        weighted_N,
+    )

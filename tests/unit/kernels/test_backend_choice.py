@@ -12,7 +12,8 @@ import torch
 
 from mopd.errors import ConfigError
 from mopd.kernels import torch_rows
-from mopd.kernels.select import choose_backend, gathered_logprobs
+from mopd.kernels.backends import choose_backend, forget_choices
+from mopd.kernels.select import gathered_logprobs
 
 
 def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -23,8 +24,8 @@ def _python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_auto_is_torch_on_cpu_and_says_so_once(caplog):
-    choose_backend.cache_clear()
-    with caplog.at_level(logging.INFO, logger="mopd.kernels.select"):
+    forget_choices()
+    with caplog.at_level(logging.INFO, logger="mopd.kernels.backends"):
         for _ in range(3):
             gathered_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]))
     messages = [record.getMessage() for record in caplog.records]
@@ -34,7 +35,7 @@ def test_auto_is_torch_on_cpu_and_says_so_once(caplog):
 
 def test_triton_on_cpu_without_the_interpreter_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    choose_backend.cache_clear()
+    forget_choices()
     with pytest.raises(ConfigError, match=r"student.kernel.*cpu.*TRITON_INTERPRET=1"):
         gathered_logprobs(torch.zeros(1, 3), torch.tensor([0]), backend="triton")
 
@@ -52,12 +53,12 @@ def test_the_interpreter_asked_for_too_late_is_refused():
 
 def test_cuda_never_falls_back(monkeypatch):
     """auto on CUDA is Triton; without triton it is an error, not torch."""
-    choose_backend.cache_clear()
+    forget_choices()
     monkeypatch.setitem(sys.modules, "mopd.kernels.gathered_logprob", None)
     monkeypatch.delattr("mopd.kernels.gathered_logprob", raising=False)
     with pytest.raises(ConfigError, match="does not import"):
         choose_backend("auto", "cuda")
-    choose_backend.cache_clear()
+    forget_choices()
 
 
 def test_imports_stay_slim():

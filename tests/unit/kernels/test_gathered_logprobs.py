@@ -96,7 +96,7 @@ def test_many_tiles_and_many_chunks(backend, width, monkeypatch):
     if backend == "triton":
         monkeypatch.setattr("mopd.kernels.gathered_logprob.MAX_TILE", 16)
     else:
-        monkeypatch.setattr("mopd.kernels.torch_rows.CHUNK_ELEMENTS", 2 * width)
+        monkeypatch.setattr("mopd.kernels.chunks.CHUNK_ELEMENTS", 2 * width)
     logits, targets = random_case(5, width)
     logits[0] = torch.linspace(-20, 20, width)  # the maximum moves at every tile
     logits[1] = torch.linspace(20, -20, width)
@@ -323,7 +323,7 @@ class LargestNewStorage(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_second_vocabulary_sized_tensor(backend, dtype, monkeypatch):
     rows, width = 24, 500
-    monkeypatch.setattr("mopd.kernels.torch_rows.CHUNK_ELEMENTS", 2 * width)
+    monkeypatch.setattr("mopd.kernels.chunks.CHUNK_ELEMENTS", 2 * width)
     logits, targets = random_case(rows, width)
     work = logits.to(DEVICE, dtype).requires_grad_()
     storage = work.untyped_storage().data_ptr()
