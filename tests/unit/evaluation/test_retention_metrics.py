@@ -291,7 +291,81 @@ def test_tables_show_every_cell_literally():
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(retention_table(got))
     for text in (retention_markdown(got), console.export_text()):
-        for cell in ("spell", "0.031", "0.500", "0.980", "0.940", "0.959", "100",
-                     f"0.917 [{low:.3f}, {high:.3f}]"):
+        for cell in (
+            "spell",
+            "0.031",
+            "0.500",
+            "0.980",
+            "0.940",
+            "0.959",
+            "100",
+            f"0.917 [{low:.3f}, {high:.3f}]",
+        ):
             assert cell in text, cell
     assert retention_markdown(got).splitlines()[1].count("|") == 9
+
+
+# --- tests, bounds, format, domains of several sets ---
+
+
+def test_student_that_copies_its_teacher_has_retention_one_and_a_p_value_that_says_so():
+    base = items(40, 100)
+    teacher = items([k % 10 != 0 for k in range(100)])
+    entry = one_domain(base, teacher, teacher, replicates=300)["domains"]["spell"]
+    assert entry["retention"] == 1.0 and entry["headroom_captured"] == 1.0
+    against = entry["tests"]["student_against_teacher"]
+    assert against == {"p": 1.0, "test": "McNemar", "better": 0, "worse": 0}
+    assert entry["tests"]["student_against_base"]["p"] < 1e-6
+    # No item differs among 100: up to 3.6 % could and still show none.
+    assert entry["retention_ci95"] == [1.0, 1.0]
+    assert entry["retention_lower"] == pytest.approx(0.025 ** (1 / 100), abs=1e-12)
+
+
+def test_bound_is_the_intervals_own_end_where_that_has_width():
+    entry = one_domain(items(40, 100), items(90, 100), items(85, 100), replicates=300)
+    entry = entry["domains"]["spell"]
+    assert entry["retention_lower"] == entry["retention_ci95"][0]
+    assert entry["change_lower"] == entry["change_ci95"][0]
+
+
+def test_domain_of_two_sets_is_the_mean_of_their_means():
+    """A long set must not outweigh a short one, in points, intervals and tests alike."""
+    counts = {"long": (200, (50, 150, 100)), "short": (40, (10, 40, 40))}
+    roles = {
+        role: {name: items(right[k], n, prefix=name) for name, (n, right) in counts.items()}
+        for k, role in enumerate(("base", "teacher", "student"))
+    }
+    result = build_retention(roles, domains={"math": ["long", "short"]}, replicates=400)
+    entry = result["domains"]["math"]
+    assert (entry["base"], entry["teacher"], entry["student"]) == (0.25, 0.875, 0.75)
+    assert entry["n"] == 240 and entry["sets"]["short"]["student"] == 1.0
+    assert entry["headroom_captured"] == pytest.approx(0.8)
+    assert entry["tests"]["student_against_teacher"]["test"] == "permutation"
+    low, high = entry["student_ci95"]
+    # The long set's sd of the mean is .035, the short one's 0; half of it is the mean's.
+    assert 0.75 - low == pytest.approx(1.96 * 0.0354 / 2, abs=0.012) and low < 0.75 < high
+    with pytest.raises(DataError, match="each of the sets"):
+        build_retention(roles, domains={"math": ["long"]})
+
+
+def lenient_items(strict, lenient):
+    return [
+        ItemResult(f"d/{k}", s, float(s), 5, "stop", "text", 0.0, False, s or n)
+        for k, (s, n) in enumerate(zip(strict, lenient, strict=True))
+    ]
+
+
+def test_gain_of_form_only_is_flagged_and_a_real_one_is_not():
+    right = [k % 5 != 0 for k in range(100)]
+    never = [False] * 100
+    base_knows = lenient_items(never, right)  # right words in the wrong dress
+    base_does_not = lenient_items(never, never)
+    student = lenient_items(right, right)
+    entry = one_domain(base_knows, student, student, replicates=300)["domains"]["spell"]
+    assert entry["only_format"]["flagged"] is True and entry["only_format"]["change"] == 0.0
+    entry = one_domain(base_does_not, student, student, replicates=300)["domains"]["spell"]
+    assert entry["only_format"]["flagged"] is False
+    assert entry["only_format"]["change"] == pytest.approx(0.8)
+    # Records from before answers were kept cannot say.
+    entry = one_domain(items(0, 100), items(80, 100), items(80, 100), replicates=50)
+    assert entry["domains"]["spell"]["only_format"] is None
