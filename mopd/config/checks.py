@@ -90,6 +90,7 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     StudentConfig: {
         "micro_batch_size": _COUNT,
+        "router_bias_update_rate": _NOT_NEGATIVE,
         "threads_per_rank": _COUNT,
         "gpus_per_rank": _FRACTION,
     },
@@ -438,6 +439,12 @@ def _objective(config: Config) -> Iterator[str]:
 
 def _student(config: Config) -> Iterator[str]:
     student, layout = config.student, config.student.parallel
+    if student.freeze_routers and student.router_bias_update_rate > 0:
+        yield (
+            f"student.router_bias_update_rate is {student.router_bias_update_rate:g}, but "
+            "student.freeze_routers holds the routers; set freeze_routers to false, or the rate to "
+            "0"
+        )
     limits: ModelLimits | None = None
     if problem := folder_problem(student.model):
         yield f"student.model: {problem}"

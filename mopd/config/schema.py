@@ -54,6 +54,7 @@ class StudentConfig:
     model: str = MISSING
     dtype: str = "float32"  # float32 | bfloat16
     freeze_routers: bool = True
+    router_bias_update_rate: float = 0.0  # of expert biases, where freeze_routers is false
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 64  # samples per forward per data-parallel rank
     kernel: str = "auto"  # auto | triton | torch: who computes the logprobs
