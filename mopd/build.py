@@ -15,6 +15,7 @@ from typing import Any
 
 from mopd.config.checks import config_warnings, require_valid
 from mopd.config.model_files import ModelLimits, hub_cache_folder, read_model_limits
+from mopd.config.placement import placement_text, total_reserved
 from mopd.config.schema import Config
 from mopd.data.mixture import Mixture
 from mopd.data.prompts import ContextLimit, DomainData, check_lengths, load_domain
@@ -22,7 +23,8 @@ from mopd.data.verifier_check import check_verifiers
 from mopd.errors import ConfigError, ModelError
 from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
-from mopd_teachers.tokenizer_check import explain_difference, tokenizer_fingerprint
+from mopd_teachers.errors import TeacherError as ServerError
+from mopd_teachers.tokenizer_check import Fingerprint, explain_difference, tokenizer_fingerprint
 
 _TELLTALE = "Hello,  world! 12345 + 6.7e-8 = naïve café\n\tdef f(x): return x**2  # 你好 🙂"
 """Tokenizers that agree on spaces, digits, accents, code, CJK and emoji rarely differ elsewhere."""
@@ -99,6 +101,7 @@ def prepare(config: Config) -> Prepared:
         ConfigError, DataError, ModelError: naming the key, file, row or checkpoint, and what to do.
     """
     require_valid(config)
+    require_kernel(config)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run never fetches anything by itself
     student = Path(config.student.model)
     tokenizer = load_tokenizer(student)
@@ -161,7 +164,7 @@ def teacher_folders(config: Config) -> dict[str, Path]:
             continue
         folder: Path | None = Path(teacher.model)
         if folder is not None and not folder.is_dir():
-            folder = hub_cache_folder(teacher.model)
+            folder = hub_cache_folder(teacher.model, teacher.revision)
         if folder is not None:
             folders[name] = folder
         elif not teacher.endpoints:
@@ -184,7 +187,10 @@ def context_limits(
     for name, teacher in config.teachers.items():
         tokens = teacher.max_model_len
         if tokens is None and name in local_teachers:
-            tokens = read_model_limits(local_teachers[name]).max_position_embeddings
+            try:
+                tokens = read_model_limits(local_teachers[name]).max_position_embeddings
+            except ModelError as error:
+                raise ModelError(f"teachers.{name}.model: {error}") from error
         if tokens is not None:
             reads = frozenset(d for d, domain in config.domains.items() if domain.teacher == name)
             limits.append(ContextLimit(f"teacher {name}", tokens, reads, reserved=1))
@@ -214,17 +220,61 @@ def require_same_tokenizer(student: Path, teachers: Mapping[str, Path]) -> None:
     Raises:
         ModelError: naming the teacher and the first tokens that differ.
     """
-    own = tokenizer_fingerprint(student)
+    own = _fingerprint(student, "student.model")
     faults = [
         f"teacher {name} ({path}): {difference}"
         for name, path in teachers.items()
-        if (difference := explain_difference(own, tokenizer_fingerprint(path))) is not None
+        if (difference := explain_difference(own, _fingerprint(path, f"teachers.{name}.model")))
+        is not None
     ]
     if faults:
         raise ModelError(
             f"the tokenizer of the student ({student}) is not that of every teacher, so that "
             "token ids would mean other tokens there:\n  " + "\n  ".join(faults)
         )
+
+
+def _fingerprint(folder: Path, key: str) -> Fingerprint:
+    try:
+        return tokenizer_fingerprint(folder)
+    except ServerError as error:  # the teachers package knows no configuration keys
+        raise ModelError(f"{key}: {error}") from error
+
+
+def require_kernel(config: Config) -> None:
+    """Raises ConfigError if `student.kernel` cannot run on ranks without a GPU."""
+    if config.student.kernel == "triton" and config.student.gpus_per_rank == 0:
+        from mopd.kernels.select import choose_backend
+
+        choose_backend("triton", "cpu")
+
+
+def placement_lines(config: Config) -> list[str]:
+    """The processes a run would start and how they fit this machine, in words.
+
+    Raises:
+        ConfigError: they reserve more GPUs than this machine has, and no cluster is named.
+    """
+    lines = [f"processes: {placement_text(config)}"]
+    cpus, gpus = total_reserved(config)
+    if config.ray.address is not None:
+        asked = f"{cpus:g} CPUs and {gpus:g} GPUs"
+        return [*lines, f"the cluster at {config.ray.address!r} must have {asked}"]
+    have = os.cpu_count() or 1
+    turns = f": they take turns on {have} here" if cpus > have else f" of {have} here"
+    lines.append(f"CPUs reserved: {cpus:g}{turns}")
+    if gpus > 0:
+        import torch
+
+        found = torch.cuda.device_count()
+        if gpus > found:
+            raise ConfigError(
+                f"the run's processes reserve {gpus:g} GPUs, this machine has {found}: "
+                f"{placement_text(config)}; lower gpus_per_rank, gpus_per_engine or the teachers' "
+                "gpus, or name a cluster (ray.address)"
+            )
+        lines.append(f"GPUs reserved: {gpus:g} of {found} here")
+    return lines
 
 
 def end_of_sequence_ids(tokenizer: Any, folder: Path) -> tuple[int, ...]:

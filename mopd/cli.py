@@ -127,12 +127,16 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    from mopd.build import placement_lines
+
     prepared = _prepare(arguments)
     for text in prepared.warnings:
         print(f"warning: {text}")
     for name, data in prepared.domains.items():
         print(f"domain {name}: {data.describe()}")
     print(f"longest prompt + response + 1: {prepared.max_model_len} tokens")
+    for text in placement_lines(prepared.config):
+        print(text)
     print("no fault found (servers and models were not started)")
     return 0
 

@@ -19,10 +19,10 @@ from mopd.config.model_files import (
     ModelLimits,
     folder_problem,
     hub_cache_folder,
-    hub_is_offline,
     is_hub_name,
     read_model_limits,
 )
+from mopd.config.placement import placement_text, total_reserved
 from mopd.config.schema import (
     Config,
     DomainConfig,
@@ -207,12 +207,12 @@ def config_warnings(config: Config) -> list[str]:
         if name not in used:
             found.append(f"teachers.{name}: no domain names it, so it will not be started")
     for name, teacher in config.teachers.items():
-        if teacher.model and not teacher.endpoints and is_hub_name(teacher.model):
-            if hub_cache_folder(teacher.model) is None and not hub_is_offline():
-                found.append(
-                    f"teachers.{name}.model: {teacher.model!r} is no folder here; it is taken for "
-                    "a Hugging Face hub name and will be downloaded"
-                )
+        if teacher.tensor_parallel_size > 1 and teacher.gpus == 0:
+            found.append(
+                f"teachers.{name}: tensor_parallel_size is {teacher.tensor_parallel_size} with "
+                "gpus 0: on a machine with GPUs its server takes some that nobody reserved; there "
+                "set gpus to the same number"
+            )
     drawn = [name for name, domain in config.domains.items() if domain.weight > 0]
     if 0 < config.train.prompts_per_step < len(drawn):
         found.append(
@@ -285,6 +285,17 @@ def _run(config: Config) -> Iterator[str]:
             f"({train.steps}): the learning rate would never be reached"
         )
     if optimizer.min_lr > optimizer.lr:
+    if config.ray.address is not None and config.ray.num_cpus is not None:
+        yield (
+            f"ray.num_cpus ({config.ray.num_cpus}) has no effect on a cluster that already runs "
+            f"(ray.address {config.ray.address!r}); leave one of the two out"
+        )
+    asked, _ = total_reserved(config)
+    if config.ray.num_cpus is not None and config.ray.num_cpus < asked:
+        yield (
+            f"ray.num_cpus is {config.ray.num_cpus}, but the run's processes reserve {asked:g}: "
+            f"{placement_text(config)}; raise it, or leave it out: they may share cores"
+        )
         yield f"student.optimizer.min_lr ({optimizer.min_lr:g}) is above lr ({optimizer.lr:g})"
 
 
@@ -314,6 +325,8 @@ def _teachers(config: Config) -> Iterator[str]:
             bare = [url.rstrip("/") for url in teacher.endpoints]
             for url in sorted({url for url in bare if bare.count(url) > 1}):
                 yield f"{key}.endpoints: {url} is listed twice"
+            else:
+                yield from _server_size(teacher, key)
         for arg in teacher.engine_args:
             plain = arg.lstrip("-").replace("-", "_")
             if plain in _OWN_ENGINE_ARGS:
@@ -328,12 +341,46 @@ def _model_problem(model: str, revision: str | None) -> str | None:
         if problem is None and revision is not None:
             return f"{model} is a folder, which has no revision ({revision!r}); leave it out"
         return problem
-    if hub_is_offline() and hub_cache_folder(model) is None:
-        return (
-            f"{model!r} is no folder here (working directory {Path.cwd()}), is not in the Hugging "
-            "Face cache, and HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids to download it"
+    cached = hub_cache_folder(model, revision)
+    if cached is not None:
+        return folder_problem(cached)
+    at = "" if revision is None else f" --revision {revision}"
+    return (
+        f"{model!r} is no folder here (working directory {Path.cwd()}) and not in the Hugging Face "
+        f"cache{' in that revision' if at else ''}, and a run fetches nothing by itself; fetch it "
+        f"first: hf download {model}{at}"
+    )
+
+def _server_size(teacher: TeacherConfig, key: str) -> Iterator[str]:
+    """What a server started for this teacher could not be."""
+    assert teacher.model is not None
+    folder = Path(teacher.model)
+    if not folder.is_dir():
+        cached = hub_cache_folder(teacher.model, teacher.revision)
+        assert cached is not None  # `_model_problem` has said so
+        folder = cached
+    size, length = teacher.tensor_parallel_size, teacher.max_model_len
+    if 0 < teacher.gpus < size:
+        yield (
+            f"{key}.tensor_parallel_size is {size}, more than {key}.gpus ({teacher.gpus:g}): a "
+            "server spreads over that many GPUs; set gpus to the same number"
         )
-    return None
+    try:
+        limits = read_model_limits(folder)
+    except ModelError as error:
+        yield f"{key}.model: {error}"
+        return
+    if length is not None and length > limits.max_position_embeddings and not limits.stretched:
+        yield (
+            f"{key}.max_model_len is {length}, more than {teacher.model} can read "
+            f"({limits.max_position_embeddings} tokens, max_position_embeddings)"
+        )
+    if size > 0 and limits.num_heads % size:
+        yield (
+            f"{key}.tensor_parallel_size {size} does not divide the {limits.num_heads} heads of "
+            f"{teacher.model}"
+        )
+
 
 
 def _url_problem(url: str) -> str | None:

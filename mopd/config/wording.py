@@ -12,7 +12,7 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
     prefix: stands before the suggested name, e.g. ``teachers.math.``; not compared.
     """
-    names = sorted(known)
+    names = sorted(set(known))
     folded = {each.strip().casefold(): each for each in names}
     near = difflib.get_close_matches(name.strip().casefold(), list(folded), n=1)
     if near:

@@ -135,7 +135,7 @@ def _check_fields(names: Sequence[str], fields: Mapping[str, Any], what: str) ->
 
 
 def _nearest(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    names = sorted(known)
+    names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=1)
     if near:
         return f"; did you mean {near[0]!r}?"

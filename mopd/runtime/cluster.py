@@ -6,47 +6,14 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import ray
 
+from mopd.config.placement import placement_text, total_reserved
 from mopd.config.schema import Config
 from mopd.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Role:
-    """One kind of process: how many there are and what each reserves."""
-
-    name: str
-    count: int
-    cpus: float
-    gpus: float
-
-
-def roles(config: Config) -> list[Role]:
-    """Every process the run places, teachers given by URL excepted (they run elsewhere)."""
-    layout = config.student.parallel
-    student, rollout = config.student, config.rollout
-    return [
-        Role(
-            "student rank",
-            layout.dp * layout.tp * layout.pp,
-            student.threads_per_rank,
-            student.gpus_per_rank,
-        ),
-        Role(
-            "rollout engine", rollout.engines, rollout.threads_per_engine, rollout.gpus_per_engine
-        ),
-        *(
-            Role(f"teacher {name}", teacher.replicas, teacher.threads, teacher.gpus)
-            for name, teacher in config.teachers.items()
-            if not teacher.endpoints
-        ),
-        Role("verifier worker", 1, 1, 0.0),
-    ]
 
 
 @contextmanager
@@ -61,9 +28,7 @@ def ray_cluster(config: Config) -> Iterator[str]:
     Raises:
         ConfigError: the cluster cannot be reached, or is smaller than the roles need.
     """
-    needed = roles(config)
-    cpus = sum(role.count * role.cpus for role in needed)
-    gpus = sum(role.count * role.gpus for role in needed)
+    cpus, gpus = total_reserved(config)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.ray.address is None:
@@ -86,12 +51,9 @@ def ray_cluster(config: Config) -> Iterator[str]:
     try:
         have = ray.cluster_resources()
         if have.get("GPU", 0) < gpus or have.get("CPU", 0) < cpus:
-            wanted = ", ".join(
-                f"{r.count} x {r.name} ({r.cpus:g} CPU, {r.gpus:g} GPU)" for r in needed
-            )
             raise ConfigError(
-                f"the run needs {cpus:g} CPUs and {gpus:g} GPUs ({wanted}); Ray has "
-                f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs"
+                f"the run needs {cpus:g} CPUs and {gpus:g} GPUs ({placement_text(config)}); "
+                f"Ray has {have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs"
             )
         yield LOOPBACK if config.ray.address is None else ray.util.get_node_ip_address()
     finally:

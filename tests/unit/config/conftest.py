@@ -35,12 +35,16 @@ MOE = {
 }
 
 
-def make_checkpoint(folder: Path, **changes: object) -> None:
-    """What `check_config` looks at of a checkpoint."""
+def make_checkpoint(folder: Path, cut: int = 0, **changes: object) -> None:
+    """What `check_config` looks at of a checkpoint; its weights lack their last `cut` bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: value for name, value in (MOE | changes).items() if value is not None}
     (folder / "config.json").write_text(json.dumps(numbers))
-    (folder / "model.safetensors").write_bytes(b"")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(8 - cut)
+    (folder / "model.safetensors").write_bytes(weights)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from mopd.config import Config, check_config, config_warnings, load_config, require_valid, schema
 from mopd.config.checks import NAMES, RANGES, VERIFIER_NAMES
 from mopd.config.model_files import read_model_limits
+from mopd.config.wording import nearest
 from mopd.errors import ConfigError, ModelError
 
 Load = Callable[..., Config]
@@ -132,13 +133,23 @@ def test_names_are_those_that_are_built() -> None:
         (["teachers.math_rl.model=null"], "has neither model (a checkpoint to serve) nor endp"),
         (["teachers.math_rl.model=gone"], "teachers.math_rl.model: gone does not exist"),
         (["teachers.math_rl.model=math.jsonl"], "math.jsonl is a file, expected a checkpoint"),
-        (["teachers.math_rl.model=empty"], "empty has no config.json, no *.safetensors"),
+        (["teachers.math_rl.model=empty"], "empty has no config.json, no *.saf"),
         (["teachers.math_rl.model=sharded"], "sharded has no b.safetensors"),
         (["teachers.math_rl.model=base/nix"], "base/nix does not exist"),
         (["teachers.math_rl.revision=abc"], "is a folder, which has no revision ('abc')"),
         (["teachers.code_rl.replicas=2"], "teachers.code_rl.replicas would have no effect"),
         (["teachers.code_rl.engine_args.a=2"], "teachers.code_rl.engine_args would have no eff"),
         (["teachers.code_rl.endpoints=10.0.0.7:8000"], "'10.0.0.7:8000' is not a URL"),
+        (["teachers.math_rl.model=cut"], "bytes, but its header speaks of"),
+        (["student.model=cut"], "cut/model.safetensors has"),
+        (["teachers.math_rl.model=empty_weights"], "is cut short or no safetensors file (0 bytes)"),
+        (["teachers.math_rl.model=text"], "no safetensors file: its header is not readable"),
+        (["teachers.math_rl.model=pointer"], "is a git-lfs pointer, not weights"),
+        (["teachers.math_rl.model=mute"], "has no tokenizer.json, no tokenizer_config.json"),
+        (["teachers.math_rl.model=broken"], "teachers.math_rl.model: broken/config.json: not val"),
+        (["teachers.math_rl.max_model_len=129"], "max_model_len is 129, more than teacher can re"),
+        (["teachers.math_rl={gpus: 1, tensor_parallel_size: 2}"], "more than teachers.math_rl.gp"),
+        (["teachers.math_rl.tensor_parallel_size=3"], "3 does not divide the 4 heads of teacher"),
         (["teachers.code_rl.endpoints=http://a:99999"], "is not a URL"),
         (["teachers.code_rl.endpoints=[http://a, http://a/]"], "http://a is listed twice"),
         (["teachers.math_rl.engine_args.max-model-len=5"], "use teachers.math_rl.max_model_len"),
@@ -148,6 +159,9 @@ def test_names_are_those_that_are_built() -> None:
         (["domains.math.prompts.jsonl=null"], "domains.math.prompts needs jsonl (a file) or task"),
         (["domains.math.prompts.task=spell_backward"], "has both jsonl and task"),
         (["domains.math.prompts.params.a=1"], "domains.math.prompts.params goes with task"),
+        # Ray
+        (["ray={address: auto, num_cpus: 8}"], "ray.num_cpus (8) has no effect on a cluster"),
+        (["ray.num_cpus=3"], "1 x student rank (1 CPU), 1 x rollout engine (1 CPU), 1 x teacher m"),
         (["domains.math.prompts.held_out_jsonl=nix"], "held_out_jsonl: no such file: nix"),
         (["domains.math.prompts.held_out_jsonl=./math.jsonl"], "are the same file"),
         (["domains.code.prompts.held_out_jsonl=math.jsonl"], "held_out_jsonl goes with jsonl"),
@@ -192,6 +206,14 @@ def test_one_problem_each(
 
 @pytest.mark.parametrize(
     "overrides",
+    checkpoint(Path("cut"), cut=1)
+    for folder in ("empty_weights", "text", "pointer", "mute"):
+        checkpoint(Path(folder))
+    Path("empty_weights/model.safetensors").write_bytes(b"")
+    Path("text/model.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
+    Path("pointer/model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    Path("mute/tokenizer.json").unlink()
+    Path("mute/tokenizer_config.json").unlink()
     [
         ["student.parallel={dp: 2, ep: 2}"],
         ["student.parallel={tp: 2}"],
@@ -203,10 +225,15 @@ def test_one_problem_each(
         ["objective.alpha=0.1", "domains.code.verifier=reasoning_gym"],
         ["domains.math.weight=0"],
         ["rollout.max_response_tokens=127"],
+        ["ray.num_cpus=4"],
+        ["ray.address=auto"],
+        ["teachers.math_rl={max_model_len: 128, gpus: 2, tensor_parallel_size: 2}"],
+        ["teachers.math_rl={model: long, max_model_len: 512}"],
         ["teachers.code_rl.endpoints=[http://a:1, https://b/x]", "teachers.code_rl.model=served"],
     ],
 )
-def test_what_is_fine(loaded: Load, overrides: list[str]) -> None:
+def test_what_is_fine(loaded: Load, checkpoint: Callable[..., None], overrides: list[str]) -> None:
+    checkpoint(Path("long"), rope_scaling={"rope_type": "yarn", "factor": 4.0})
     assert check_config(loaded(*overrides)) == []
 
 
@@ -246,29 +273,33 @@ def test_all_problems_are_told_at_once(loaded: Load) -> None:
         assert part in str(error.value)
 
 
-def test_hub_names(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """org/name may be downloaded unless that is forbidden; a misspelt path never turns into one."""
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+def test_hub_names(
+    loaded: Load, checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run fetches nothing; what is in the cache is checked like a folder, in its revision."""
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", os.path.abspath("hf"))
     override = "teachers.math_rl.model=org/name"
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     problem = only(check_config(loaded(override)))
-    assert "'org/name' is no folder here" in problem and "HF_HUB_OFFLINE" in problem
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    assert check_config(loaded(override)) == []
-    assert any("will be downloaded" in each for each in config_warnings(loaded(override)))
-    assert check_config(loaded(override, "teachers.math_rl.revision=abc")) == []
+    assert "'org/name' is no folder here" in problem and "hf download org/name" in problem
+    problem = only(check_config(loaded(override, "teachers.math_rl.revision=abc")))
+    assert "hf download org/name --revision abc" in problem
     cached = Path("hf/hub/models--org--name/snapshots/abc")
-    cached.mkdir(parents=True)
-    (cached / "config.json").write_text("{}")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    checkpoint(cached)
     assert check_config(loaded(override)) == []
     Path("org").mkdir()  # now it reads as a path
     assert "org/name does not exist" in only(check_config(loaded(override)))
 
 
 @pytest.mark.parametrize(
+    assert check_config(loaded(override, "teachers.math_rl.revision=abc")) == []
+    assert "revision" in only(check_config(loaded(override, "teachers.math_rl.revision=v1")))
+    references = Path("hf/hub/models--org--name/refs")
+    references.mkdir()
+    (references / "v1").write_text("abc")
+    assert check_config(loaded(override, "teachers.math_rl.revision=v1")) == []
+    (cached / "model.safetensors").write_bytes(b"")
+    assert "is cut short" in only(check_config(loaded(override)))
     ("overrides", "says"),
     [
         (["domains.code.teacher=math_rl"], "teachers.code_rl: no domain names it"),
@@ -280,6 +311,7 @@ def test_hub_names(loaded: Load, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_warnings(loaded: Load, overrides: list[str], says: str) -> None:
     usual = ["domains.code has no verifier: it has no reward and no score"]
+        (["teachers.math_rl.tensor_parallel_size=2"], "tensor_parallel_size is 2 with gpus 0"),
     assert config_warnings(loaded()) == usual
     new = [each for each in config_warnings(loaded(*overrides)) if each not in usual]
     assert says in only(new)
@@ -309,3 +341,7 @@ def test_saved_runs_stay_valid(loaded: Load) -> None:
 
     save_config(loaded(), "again.yaml")
     assert check_config(load_config(["again.yaml"])) == []
+def test_a_known_name_is_listed_once() -> None:
+    assert nearest("xyz", ["household", "household"]) == "; known: household"
+
+
