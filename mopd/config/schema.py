@@ -184,12 +184,29 @@ class TrainConfig:
 
 
 @dataclass
+class EvaluationSetConfig:
+    """Held-out items beside the domains' own, every one of them for evaluation."""
+
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    verifier: VerifierConfig | None = None
+    items: int | None = None  # how many, chosen by content; null: all there are
+    domain: str | None = None  # of a benchmark: the domain whose score it is a part of
+
+
+@dataclass
 class EvaluationConfig:
-    """Greedy answers on every domain's held-out prompts, before, during and after."""
+    """Greedy answers on held-out prompts, before, during and after; more by `mopd evaluate`."""
 
     every: int = 25  # steps between evaluations of the student; 0: only before and after
     bootstrap: int = 2000
     seed: int = 0
+    general: dict[str, EvaluationSetConfig] = field(default_factory=dict)  # nobody's: forgetting
+    benchmarks: dict[str, EvaluationSetConfig] = field(default_factory=dict)  # more of a domain
+    samples: int = 0  # sampled answers an item by `mopd evaluate`, for mean@n and pass@k; 0: none
+    temperature: float = 1.0  # of the sampled answers
+    pass_at: list[int] = field(default_factory=lambda: [1])
+    keep_best: str = "worst_headroom"  # | mean_headroom | worst_retention | off: of RUN/best
+    patience: int = 0  # evaluations without a better student before the run ends; 0: never
 
 
 @dataclass

@@ -1,0 +1,62 @@
+"""Held-out items that are trained on after all, found by content.
+
+Splits are made by content within one file or task, so what is left to find is between files: a
+benchmark whose questions are in a training file, one domain's held-out prompt in another domain's
+training set, or the same question with other capitals or blanks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mopd.evaluation.items import plain_text
+from mopd.types import Prompt
+
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Leak:
+    """One held-out item and the training prompt that gives it away."""
+
+    held_out: Prompt
+    trained: Prompt
+    exact: bool
+    """The texts are equal, not only alike up to case, width and blanks."""
+
+
+def find_leaks(
+    training: Mapping[str, Sequence[Prompt]], sets: Mapping[str, Sequence[Prompt]]
+) -> list[Leak]:
+    """Every held-out item whose text is a training prompt's; of several prompts an exact one."""
+    trained: dict[str, Prompt] = {}
+    exact: dict[str, Prompt] = {}
+    for prompts in training.values():
+        for prompt in prompts:
+            trained.setdefault(plain_text(prompt.text), prompt)
+            exact.setdefault(prompt.text, prompt)
+    leaks = []
+    for prompts in sets.values():
+        for prompt in prompts:
+            found = exact.get(prompt.text)
+            same = found or trained.get(plain_text(prompt.text))
+            if same is not None:
+                leaks.append(Leak(prompt, same, found is not None))
+    return leaks
+
+
+def describe_leaks(leaks: Iterable[Leak], places: Mapping[str, str]) -> str:
+    """One line a leak, the first `SHOWN` of them: where it is held out and where it is trained on.
+
+    Args:
+        places: prompt id -> ``FILE:ROW`` or task item.
+    """
+    lines = [
+        f"{places.get(leak.held_out.id, leak.held_out.id)} is trained on as "
+        f"{places.get(leak.trained.id, leak.trained.id)}"
+        + ("" if leak.exact else " (up to case and blanks)")
+        for leak in leaks
+    ]
+    more = [f"and {len(lines) - SHOWN} more"] if len(lines) > SHOWN else []
+    return "\n  ".join([*lines[:SHOWN], *more])
