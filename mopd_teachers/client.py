@@ -1,10 +1,9 @@
 """Client of one teacher: scores and generates by token ids, over one or several vLLM servers.
 
-Everything is keyed by sample id. A sample either gets exactly one finite logprob for each of its
-response ids, or a `TeacherFailure` that says why; nothing is padded, cut or filled in.
+Everything is keyed by sample id (see `scores` for what a score is and must pass).
 
 Two ways to the same numbers, chosen once, by asking each server in `probe`: our own route
-(`score_route`, many sequences a request) or the `/v1/completions` of any vLLM server (one
+(`wire`, many sequences a request, arrays) or the `/v1/completions` of any vLLM server (one
 sequence a request, `prompt_logprobs`).
 """
 
@@ -19,38 +18,32 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 
+from mopd_teachers import transport, wire
 from mopd_teachers.errors import TeacherError
+from mopd_teachers.scores import (
+    Outcome,
+    ScoreItem,
+    TeacherFailure,
+    TeacherScore,
+    score_of_positions,
+    score_of_result,
+)
 from mopd_teachers.stats import TeacherStats
+from mopd_teachers.transport import Endpoint, RequestError, Server
 
-PROTOCOL = 1  # of our route; the same number as in score_route, which needs vLLM to import
+__all__ = ["Endpoint", "Generation", "ProbeReport", "ScoreItem", "TeacherClient",
+           "TeacherFailure", "TeacherScore"]  # fmt: skip
+
 SEQUENCES_PER_REQUEST = 256
 PROMPTS_PER_REQUEST = 64
 _BACKOFF_S = 0.2
 _BACKOFF_MAX_S = 5.0
 _PROBE_IDS = tuple((7 * i + 11) % 64 for i in range(48))  # in every vocabulary of 64 or more
 _MIN_SPREAD = 0.05  # nats; a model that knows anything varies by whole nats over 47 tokens
-_ROUNDING = 1e-4  # nats above 0 that a logprob may have by rounding
-_VLLM_MINUS_INF = -9999.0  # what vLLM's JSON says for -inf
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreItem:
-    """One sample to score: logprobs of `response_ids` given `prompt_ids` and what precedes."""
-
-    sample_id: str
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherFailure:
-    """Why one sample has no score. `cause` is short, for counting; `detail` is for reading."""
-
-    cause: str
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,42 +64,8 @@ class ProbeReport:
     """Shortest of the servers' contexts, in tokens."""
     fast_route: bool
     """True when every server has our route."""
-
-
-class _RequestError(Exception):
-    """One request failed: `cause` for counting, and whether another try may help."""
-
-    def __init__(self, cause: str, detail: str, retry: bool) -> None:
-        super().__init__(f"{cause}: {detail}")
-        self.cause, self.detail, self.retry = cause, detail, retry
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where one server is, and the name it must serve (None: whatever it serves, found out once).
-
-    Replicas that were started here have a name each (`ServerProcess.served_name`).
-    """
-
-    url: str
-    model: str | None = None
-
-
-class _Server:
-    """One endpoint in use: what it can do, and how much it has to do."""
-
-    def __init__(self, teacher: str, endpoint: Endpoint) -> None:
-        if not endpoint.url.startswith(("http://", "https://")):
-            raise TeacherError(
-                f"teacher {teacher!r}: endpoint {endpoint.url!r} is not a URL; write "
-                "http://HOST:PORT"
-            )
-        self.url = endpoint.url.rstrip("/").removesuffix("/v1")
-        self.model = endpoint.model
-        self.fast: bool | None = None  # has our route; None: not asked yet
-        self.max_model_len: int | None = None
-        self.in_flight = 0
-        self.slots = asyncio.Semaphore(1)  # replaced by the client, per event loop
+    capabilities: frozenset[str]
+    """What every server can score: `wire.SAMPLED`, `wire.TOP_K`, `wire.CANDIDATES`."""
 
 
 class TeacherClient:
@@ -131,9 +90,10 @@ class TeacherClient:
         self.name = name
         self.stats = TeacherStats()
         self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
-        self._servers = [_Server(name, endpoint) for endpoint in endpoints]
+        self._servers = [Server(name, endpoint) for endpoint in endpoints]
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._needs = (0, False)  # the top_k that will be asked for, and whether candidates will
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -157,7 +117,7 @@ class TeacherClient:
         Raises TeacherError, and keeps the old one, when the new one does not pass.
         """
         self._open()
-        server = _Server(self.name, endpoint)
+        server = Server(self.name, endpoint)
         server.slots = asyncio.Semaphore(self._concurrency)
         await self._probe_server(server)
         self._servers[index] = server
@@ -176,40 +136,22 @@ class TeacherClient:
 
     # ---- requests ---------------------------------------------------------------------------
 
-    async def _request(self, server: _Server, method: str, path: str, body: Any = None) -> Any:
-        """One try of one request; every way to fail becomes a `_RequestError`."""
-        session = self._open()
-        try:
-            async with session.request(method, server.url + path, json=body) as reply:
-                if reply.status != 200:
-                    text = (await reply.text())[:300]
-                    raise _RequestError(
-                        f"http {reply.status}",
-                        f"{server.url}{path} answered {reply.status}: {text}",
-                        retry=reply.status >= 500 or reply.status in (408, 429),
-                    )
-                return await reply.json(content_type=None)
-        except TimeoutError:
-            raise _RequestError(
-                "timeout",
-                f"{server.url}{path} did not answer within {self._timeout_s:g} s",
-                retry=True,
-            ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise _RequestError("connection", f"{server.url}: {error}", retry=True) from error
-        except ValueError as error:
-            raise _RequestError(
-                "bad answer", f"{server.url}{path} did not answer in JSON: {error}", retry=True
-            ) from error
+    async def _request(
+        self, server: Server, method: str, path: str, body: Any = None, **how: Any
+    ) -> Any:
+        """One try of one request (see `transport.request`)."""
+        return await transport.request(
+            self._open(), server, method, path, body, timeout_s=self._timeout_s, **how
+        )
 
-    def _least_loaded(self, avoid: _Server | None) -> _Server:
+    def _least_loaded(self, avoid: Server | None) -> Server:
         others = [s for s in self._servers if s is not avoid] or self._servers
         return min(others, key=lambda s: s.in_flight)
 
-    async def _retried(self, call: Callable[[_Server], Awaitable[T]]) -> T:
+    async def _retried(self, call: Callable[[Server], Awaitable[T]]) -> T:
         """Run `call` on the least loaded server; again, elsewhere if possible, when it fails."""
         self._open()
-        server: _Server | None = None
+        server: Server | None = None
         for attempt in range(self._retries + 1):
             server = self._least_loaded(avoid=server)
             server.in_flight += 1
@@ -219,7 +161,7 @@ class TeacherClient:
                     result = await call(server)
                     self.stats.request_done(time.perf_counter() - begin)
                     return result
-            except _RequestError as error:
+            except RequestError as error:
                 if not error.retry or attempt == self._retries:
                     raise
                 self.stats.retries += 1
@@ -233,41 +175,44 @@ class TeacherClient:
         """Counters of this teacher (see `TeacherStats.snapshot`)."""
         return self.stats.snapshot()
 
-    def _describe(self, error: _RequestError) -> str:
+    def _describe(self, error: RequestError) -> str:
         tries = f", tried {self._retries + 1} times" if error.retry and self._retries else ""
         return f"teacher {self.name!r}: {error.detail}{tries}"
 
     # ---- probe ------------------------------------------------------------------------------
 
-    async def probe(self) -> ProbeReport:
+    async def probe(self, *, top_k: int = 0, candidates: bool = False) -> ProbeReport:
         """Ask every server who it is and what it can do, and check that it knows something.
 
-        Raises TeacherError when one does not answer, serves another model, gives different
-        scores for the same tokens, or gives (about) the same score to every token: the sign of
-        a model whose weights are gone, log p = -ln V.
+        `top_k` and `candidates` say what will be asked of it later. Raises TeacherError when one
+        cannot do that, does not answer, serves another model, gives different scores for the same
+        tokens, or gives (about) the same score to every token: the sign of a model whose weights
+        are gone, log p = -ln V.
         """
         self._open()
+        self._needs = (top_k, candidates)
         for server in self._servers:
             await self._probe_server(server)
         models = tuple(server.model or "" for server in self._servers)
         assert self.max_model_len is not None
-        return ProbeReport(models, self.max_model_len, all(s.fast for s in self._servers))
+        able = frozenset.intersection(*(server.capabilities for server in self._servers))
+        return ProbeReport(models, self.max_model_len, all(s.fast for s in self._servers), able)
 
     @property
     def max_model_len(self) -> int | None:
         """Shortest context of the servers, in tokens; None before `probe`."""
         return min((s.max_model_len for s in self._servers if s.max_model_len), default=None)
 
-    async def _probe_server(self, server: _Server) -> None:
+    async def _probe_server(self, server: Server) -> None:
         try:
             await self._identify(server)
             await self._check_scores(server)
-        except _RequestError as error:
+        except RequestError as error:
             raise TeacherError(
                 f"{self._describe(error)}. Is the server running, and is it vLLM?"
             ) from error
 
-    async def _identify(self, server: _Server) -> None:
+    async def _identify(self, server: Server) -> None:
         """Check the served name; note the context length and whether our route is there."""
         answer = await self._again(server, "GET", "/v1/models")
         try:
@@ -292,36 +237,74 @@ class TeacherClient:
                 f"{length!r}); expected a vLLM server"
             )
         try:
-            described = await self._again(server, "GET", "/mopd/score")
-            fast = isinstance(described, Mapping) and described.get("protocol") == PROTOCOL
-        except _RequestError as error:
+            described = await self._again(server, "GET", wire.PATH)
+            if not isinstance(described, Mapping) or described.get("protocol") != wire.PROTOCOL:
+                described = None
+        except RequestError as error:
             if error.cause not in ("http 404", "http 405"):
                 raise
-            fast = False
-        server.model, server.max_model_len, server.fast = model, length, fast
+            described = None
+        server.model, server.max_model_len, server.fast = model, length, described is not None
+        server.capabilities = frozenset((wire.SAMPLED, wire.TOP_K))
+        if described is not None:
+            server.capabilities = frozenset(described.get("capabilities", ()))
+        self._require_able(server, described or {})
 
-    async def _again(self, server: _Server, method: str, path: str) -> Any:
+    def _require_able(self, server: Server, described: Mapping[str, Any]) -> None:
+        """Refuse a server that cannot give what the run will ask for."""
+        top_k, candidates = self._needs
+        if candidates and wire.CANDIDATES not in server.capabilities:
+            raise TeacherError(
+                f"teacher {self.name!r}: {server.url} is a vLLM server without the route "
+                f"{wire.PATH} (protocol {wire.PROTOCOL}), so it cannot score ids that it is given "
+                "(the student's top-k). Let the teacher's own top-k be the support, or serve the "
+                "teacher by `mopd teachers serve`"
+            )
+        limit = described.get("max_top_k")
+        if limit is not None and top_k > limit:
+            raise TeacherError(
+                f"teacher {self.name!r}: {server.url} gives at most the {limit} likeliest ids, "
+                f"expected {top_k}; lower top_k"
+            )
+
+    async def _again(self, server: Server, method: str, path: str) -> Any:
         """A request to this very server, with the usual retries."""
         for attempt in range(self._retries + 1):
             try:
                 return await self._request(server, method, path)
-            except _RequestError as error:
+            except RequestError as error:
                 if not error.retry or attempt == self._retries:
                     raise
                 self.stats.retries += 1
                 await asyncio.sleep(_BACKOFF_S * random.uniform(0.5, 1.5))
         raise AssertionError("unreachable")
 
-    async def _check_scores(self, server: _Server) -> None:
-        item = ScoreItem("probe", _PROBE_IDS[:1], _PROBE_IDS[1:])
-        first, second = [(await self._score_at(server, [item]))["probe"] for _ in range(2)]
-        for scores in (first, second):
-            if isinstance(scores, TeacherFailure):
+    async def _check_scores(self, server: Server) -> None:
+        response = _PROBE_IDS[1:]
+        # Also its own candidate, whose two logprobs `scores` compares.
+        given = np.array([(i, (i + 1) % 64) for i in response]) if self._needs[1] else None
+        item = ScoreItem("probe", _PROBE_IDS[:1], response, given)
+        top_k = 0 if given is not None else self._needs[0]
+        try:
+            outcomes = [(await self._score_at(server, [item], top_k)) for _ in range(2)]
+        except RequestError as error:
+            if error.cause == "http 400" and top_k:
+                raise TeacherError(
+                    f"teacher {self.name!r}: {server.url} refused to give the {top_k} "
+                    "likeliest ids; a plain vLLM server gives as many as its --max-logprobs says "
+                    f"(20 by default): {error.detail}"
+                ) from error
+            raise
+        found: list[list[float]] = []
+        for outcome in outcomes:
+            score = outcome["probe"]
+            if isinstance(score, TeacherFailure):
                 raise TeacherError(
                     f"teacher {self.name!r}: {server.url} cannot score a probe of "
-                    f"{len(_PROBE_IDS)} tokens: {scores.detail}"
+                    f"{len(_PROBE_IDS)} tokens: {score.detail}"
                 )
-        assert isinstance(first, list) and isinstance(second, list)
+            found.append(score.logprobs.tolist())
+        first, second = found
         apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
         if apart > 0.05:
             raise TeacherError(
@@ -345,7 +328,7 @@ class TeacherClient:
         try:
             answer = await self._request(server, "POST", "/tokenize", body)
             return [int(token) for token in answer["tokens"]]
-        except _RequestError as error:
+        except RequestError as error:
             if error.cause in ("http 404", "http 405", "http 501"):
                 return None
             raise TeacherError(self._describe(error)) from error
@@ -357,11 +340,13 @@ class TeacherClient:
     # ---- scoring ----------------------------------------------------------------------------
 
     async def score_batch(
-        self, items: Sequence[ScoreItem]
-    ) -> dict[str, list[float] | TeacherFailure]:
-        """[R] logprobs of each sample's response ids, or why there are none, by sample id.
+        self, items: Sequence[ScoreItem], *, top_k: int = 0
+    ) -> dict[str, Outcome]:
+        """Each sample's scores, or why there are none, by sample id.
 
-        Needs `probe` first (TeacherError otherwise). Never raises for a sample that fails.
+        With `top_k` > 0, also of the teacher's likeliest ids at every response position; an item
+        with `candidate_ids` gets those scored instead. Needs `probe` first (TeacherError
+        otherwise). Never raises for a sample that fails.
         """
         self._open()
         if any(s.fast is None for s in self._servers):
@@ -370,27 +355,45 @@ class TeacherClient:
         if len(set(ids)) != len(ids):
             twice = sorted({i for i in ids if ids.count(i) > 1})
             raise TeacherError(f"teacher {self.name!r}: sample ids given twice: {twice[:5]}")
-        results: dict[str, list[float] | TeacherFailure] = {}
+        results: dict[str, Outcome] = {}
         live: list[ScoreItem] = []
         for item in items:
-            refused = self._refuse(item)
+            refused = self._refuse(item, top_k)
             if refused is None:
                 live.append(item)
             else:
                 results[item.sample_id] = refused
         size = self._chunk_size(len(live))
         chunks = [live[i : i + size] for i in range(0, len(live), size)]
-        for part in await asyncio.gather(*(self._score_chunk(chunk) for chunk in chunks)):
+        for part in await asyncio.gather(*(self._score_chunk(chunk, top_k) for chunk in chunks)):
             results.update(part)
         for scores in results.values():
             if isinstance(scores, TeacherFailure):
                 self.stats.failures[scores.cause] += 1
             else:
-                self.stats.tokens += len(scores)
+                self.stats.tokens += len(scores.logprobs)
         return results
 
-    def _refuse(self, item: ScoreItem) -> TeacherFailure | None:
+    def _refuse(self, item: ScoreItem, top_k: int) -> TeacherFailure | None:
         """What needs no server to be seen as impossible."""
+        given = item.candidate_ids
+        if given is not None:
+            if top_k:
+                raise TeacherError(
+                    f"teacher {self.name!r}: sample {item.sample_id} has candidate ids, and top_k "
+                    f"is {top_k}; expected one of the two"
+                )
+            if given.ndim != 2 or len(given) != len(item.response_ids) or not given.shape[1]:
+                raise TeacherError(
+                    f"teacher {self.name!r}: sample {item.sample_id} has candidate ids of shape "
+                    f"{given.shape}; expected [{len(item.response_ids)}, K]"
+                )
+            if not all(wire.CANDIDATES in s.capabilities for s in self._servers):
+                return TeacherFailure(
+                    "unsupported",
+                    f"sample {item.sample_id}: a server of teacher {self.name!r} cannot score "
+                    "given ids",
+                )
         if not item.prompt_ids or not item.response_ids:
             return TeacherFailure(
                 "empty",
@@ -413,85 +416,82 @@ class TeacherClient:
             return 1
         return max(1, min(SEQUENCES_PER_REQUEST, math.ceil(count / len(self._servers))))
 
-    async def _score_chunk(
-        self, chunk: Sequence[ScoreItem]
-    ) -> dict[str, list[float] | TeacherFailure]:
+    async def _score_chunk(self, chunk: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
         try:
-            return await self._retried(lambda server: self._score_at(server, chunk))
-        except _RequestError as error:
+            return await self._retried(lambda server: self._score_at(server, chunk, top_k))
+        except RequestError as error:
             failure = TeacherFailure(error.cause, self._describe(error))
             return {item.sample_id: failure for item in chunk}
 
     async def _score_at(
-        self, server: _Server, chunk: Sequence[ScoreItem]
-    ) -> dict[str, list[float] | TeacherFailure]:
+        self, server: Server, chunk: Sequence[ScoreItem], top_k: int
+    ) -> dict[str, Outcome]:
         if server.fast:
-            return await self._score_fast(server, chunk)
-        return {item.sample_id: await self._score_stock(server, item) for item in chunk}
+            return await self._score_fast(server, chunk, top_k)
+        return {i.sample_id: await self._score_stock(server, i, top_k) for i in chunk}
 
     async def _score_fast(
-        self, server: _Server, chunk: Sequence[ScoreItem]
-    ) -> dict[str, list[float] | TeacherFailure]:
-        body = {
-            "model": server.model,
-            "sequences": [
-                {"prompt_ids": list(i.prompt_ids), "response_ids": list(i.response_ids)}
-                for i in chunk
-            ],
-        }
-        answer = await self._request(server, "POST", "/mopd/score", body)
-        rows = answer.get("results") if isinstance(answer, Mapping) else None
-        if not isinstance(rows, list) or len(rows) != len(chunk):
-            got = len(rows) if isinstance(rows, list) else "no"
-            raise _RequestError(
-                "bad answer",
-                f"{server.url} returned {got} results for {len(chunk)} sequences",
-                retry=True,
+        self, server: Server, chunk: Sequence[ScoreItem], top_k: int
+    ) -> dict[str, Outcome]:
+        assert server.model is not None
+        body = wire.encode(
+            wire.ScoreRequest(
+                wire.PROTOCOL,
+                server.model,
+                [
+                    wire.SequenceMsg(
+                        item.sample_id,
+                        wire.ids_to_bytes(item.prompt_ids),
+                        wire.ids_to_bytes(item.response_ids),
+                        b""
+                        if item.candidate_ids is None
+                        else wire.ids_to_bytes(item.candidate_ids),
+                    )
+                    for item in chunk
+                ],
+                top_k,
             )
-        results: dict[str, list[float] | TeacherFailure] = {}
-        for item, row in zip(chunk, rows, strict=True):
-            if not isinstance(row, Mapping):
-                row = {"error": f"unreadable result {row!r}"}
-            if "error" in row:
-                detail = f"teacher {self.name!r} refused sample {item.sample_id}: {row['error']}"
-                results[item.sample_id] = TeacherFailure("refused", detail)
-            else:
-                results[item.sample_id] = checked_scores(
-                    item, row.get("token_ids"), row.get("logprobs")
-                )
-        return results
+        )
+        content = await self._request(
+            server, "POST", wire.PATH, body, binary=True, content_type=wire.CONTENT_TYPE
+        )
+        try:
+            reply = wire.decode_reply(content)
+        except wire.WireError as error:
+            raise RequestError(
+                "bad answer", f"{server.url}{wire.PATH} answered other than scores: {error}", True
+            ) from error
+        if reply.protocol != wire.PROTOCOL or reply.model != server.model:
+            raise RequestError(
+                "stranger",
+                f"{server.url} answered as {reply.model!r} by protocol {reply.protocol}; expected "
+                f"{server.model!r} and {wire.PROTOCOL}",
+                True,
+            )
+        results = {result.id: result for result in reply.results}
+        if len(results) != len(reply.results) or results.keys() != {i.sample_id for i in chunk}:
+            raise RequestError(
+                "bad answer",
+                f"{server.url} returned {len(reply.results)} results for {len(results)} ids; "
+                f"expected one for each of the {len(chunk)} sequences sent",
+                True,
+            )
+        return {i.sample_id: score_of_result(i, results[i.sample_id], top_k) for i in chunk}
 
-    async def _score_stock(self, server: _Server, item: ScoreItem) -> list[float] | TeacherFailure:
+    async def _score_stock(self, server: Server, item: ScoreItem, top_k: int) -> Outcome:
         body = {
             "model": server.model,
             "prompt": [*item.prompt_ids, *item.response_ids],
             "max_tokens": 1,
             "temperature": 0.0,
-            "prompt_logprobs": 0,
+            "prompt_logprobs": top_k,
         }
         answer = await self._request(server, "POST", "/v1/completions", body)
         try:
             positions = answer["choices"][0]["prompt_logprobs"]
         except (TypeError, LookupError):
             positions = None
-        total = len(item.prompt_ids) + len(item.response_ids)
-        # Entry 0 belongs to the first prompt token, which nothing predicts: it is null, and the
-        # response starts at entry P.
-        if not isinstance(positions, list) or len(positions) != total or positions[0] is not None:
-            got = f"{len(positions)} entries" if isinstance(positions, list) else "none"
-            return TeacherFailure(
-                "bad scores",
-                f"sample {item.sample_id}: prompt_logprobs has {got}; expected {total}, the first "
-                "of them null",
-            )
-        token_ids: list[Any] = []
-        logprobs: list[Any] = []
-        wanted = zip(item.response_ids, positions[len(item.prompt_ids) :], strict=True)
-        for token_id, entry in wanted:
-            found = entry.get(str(token_id)) if isinstance(entry, Mapping) else None
-            token_ids.append(token_id if found is not None else None)
-            logprobs.append(found.get("logprob") if isinstance(found, Mapping) else None)
-        return checked_scores(item, token_ids, logprobs)
+        return score_of_positions(item, positions, top_k)
 
     # ---- generation -------------------------------------------------------------------------
 
@@ -533,7 +533,7 @@ class TeacherClient:
 
         try:
             parts = await asyncio.gather(*(one(chunk) for chunk in chunks))
-        except _RequestError as error:
+        except RequestError as error:
             raise TeacherError(self._describe(error)) from error
         return [generation for part in parts for generation in part]
 
@@ -559,32 +559,3 @@ class TeacherClient:
                 f"teacher {self.name!r}: {len(by_index)} answers for {len(chunk)} prompts"
             )
         return [by_index[i] for i in range(len(chunk))]
-
-
-def checked_scores(item: ScoreItem, token_ids: Any, logprobs: Any) -> list[float] | TeacherFailure:
-    """`logprobs` if they are what they must be: one finite number ≤ 0 for each response id."""
-    where = f"sample {item.sample_id}"
-    if not isinstance(token_ids, list) or not isinstance(logprobs, list):
-        return TeacherFailure("bad scores", f"{where}: no list of ids and logprobs returned")
-    sent = list(item.response_ids)
-    if len(logprobs) != len(sent) or len(token_ids) != len(sent):
-        return TeacherFailure(
-            "bad scores",
-            f"{where}: {len(logprobs)} logprobs and {len(token_ids)} ids for {len(sent)} response "
-            "ids",
-        )
-    for position, (got, want, value) in enumerate(zip(token_ids, sent, logprobs, strict=True)):
-        if got != want:
-            return TeacherFailure(
-                "wrong ids", f"{where}: id {got!r} scored at response position {position}; "
-                f"expected {want}",
-            )  # fmt: skip
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # NaN and the infinities fail the comparison, too.
-        if not number or not _VLLM_MINUS_INF < value <= _ROUNDING:
-            return TeacherFailure(
-                "bad scores",
-                f"{where}: logprob {value!r} at response position {position}; expected a finite "
-                "number that is at most 0",
-            )
-    return [min(float(value), 0.0) for value in logprobs]

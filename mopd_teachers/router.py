@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from mopd_teachers.client import ProbeReport, ScoreItem, TeacherClient, TeacherFailure
+from mopd_teachers.client import ProbeReport, TeacherClient
 from mopd_teachers.errors import TeacherError
+from mopd_teachers.scores import Outcome, ScoreItem
 
 
 class TeacherRouter:
@@ -36,10 +37,10 @@ class TeacherRouter:
         return {c.name: report for c, report in zip(clients, reports, strict=True)}
 
     async def score(
-        self, domain: str, items: Sequence[ScoreItem]
-    ) -> dict[str, list[float] | TeacherFailure]:
-        """Scores by sample id, from the domain's own teacher."""
-        return await self.client(domain).score_batch(items)
+        self, domain: str, items: Sequence[ScoreItem], *, top_k: int = 0
+    ) -> dict[str, Outcome]:
+        """Scores by sample id, from the domain's own teacher (see `TeacherClient.score_batch`)."""
+        return await self.client(domain).score_batch(items, top_k=top_k)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Counters by teacher name (see `TeacherStats.snapshot`)."""

@@ -1,121 +1,194 @@
-"""`/mopd/score`: logprobs of given token ids, a whole batch in one request.
+"""`/mopd/score` inside the server: a whole batch in one request, arrays in and out (see `wire`).
 
-GET  /mopd/score -> {"protocol": 1}, for clients to ask whether the route is there.
-POST /mopd/score {"sequences": [{"prompt_ids": [P ids], "response_ids": [R ids]}, ...]}
-  -> {"results": [{"token_ids": [R ids], "logprobs": [R floats]} | {"error": text}, ...]}
-
-One result per sequence, in their order. `token_ids` are the ids the engine says it scored, for
-the client to compare with those it sent. logprobs[t] = log p(response[t] | prompt, response[:t]).
-NaN and infinities travel as null. The stock route to the same numbers (`/v1/completions` with
-`prompt_logprobs`) builds, detokenises and serialises a dict for every position.
+The logprobs are gathered in vLLM's worker (`scoring_worker`) and come through vLLM's own output
+path as arrays: `_ArrayLogprobs` keeps vLLM from making Python objects of each position.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
+import numpy as np
+import vllm.v1.engine.output_processor as output_processor
 from fastapi import FastAPI, Request, Response
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.logprobs import LogprobsProcessor
 
-PROTOCOL = 1
+from mopd_teachers import wire
 
-
-class Sequence(msgspec.Struct):
-    prompt_ids: list[int]
-    response_ids: list[int]
-
-
-class ScoreRequest(msgspec.Struct):
-    sequences: list[Sequence]
-
-
-class Scored(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: list[float]
-
-
-class Refused(msgspec.Struct):
-    error: str
-
-
+EXTRA = "mopd"  # the same word as in scoring_worker, which is imported in the worker alone
 _counter = itertools.count()
 
 
-async def _submit(engine: Any, sequence: Sequence) -> Any:
-    """Hand one sequence to the engine; returns the queue its result will come through."""
-    from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
+class _ArrayLogprobs(LogprobsProcessor):
+    """vLLM's processor, except that our requests' prompt logprobs stay the arrays they are."""
 
-    if not sequence.prompt_ids or not sequence.response_ids:
-        raise ValueError(
-            f"prompt of {len(sequence.prompt_ids)} and response of {len(sequence.response_ids)} "
-            "tokens: both need at least one"
+    mopd = False
+
+    @classmethod
+    def from_new_request(cls, tokenizer: Any, request: Any) -> _ArrayLogprobs:
+        made = super().from_new_request(tokenizer, request)
+        extra = request.sampling_params.extra_args
+        made.mopd = bool(extra) and EXTRA in extra
+        return made
+
+    def _update_prompt_logprobs(self, prompt_logprobs_tensors: Any) -> None:
+        if not self.mopd:
+            super()._update_prompt_logprobs(prompt_logprobs_tensors)
+            return
+        ids, values = prompt_logprobs_tensors[:2]
+        self.prompt_logprobs = (ids.numpy(), values.numpy())
+
+
+def install_array_logprobs() -> None:
+    """Put `_ArrayLogprobs` into this process's output path."""
+    output_processor.LogprobsProcessor = _ArrayLogprobs
+
+
+async def require_scoring_workers(engine: Any) -> None:
+    """RuntimeError unless every worker of the engine gathers scores (see `scoring_worker`)."""
+    answers = await engine.collective_rpc("mopd_scoring_protocol")
+    if set(answers) != {wire.PROTOCOL}:
+        raise RuntimeError(
+            f"the engine's workers answered {answers} for the scoring protocol; expected "
+            f"{wire.PROTOCOL} from each. Is another model runner or worker class active "
+            "(VLLM_USE_V2_MODEL_RUNNER, --worker-cls)?"
         )
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=0,
-        detokenize=False,
-        flat_logprobs=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-    ids = sequence.prompt_ids + sequence.response_ids
-    return await engine.add_request(f"mopd-score-{next(_counter)}", tokens_input(ids), params)
 
 
-async def _collect(queue: Any, prompt_len: int) -> Scored:
-    output = queue.get_nowait() or await queue.get()
-    flat = output.prompt_logprobs
-    # Entry 0 (the first prompt token) is empty; with prompt_logprobs=0 each further position
-    # holds exactly the token that is there.
-    if flat.start_indices[1:] != list(range(len(flat) - 1)):
-        raise ValueError("the engine returned other than one logprob per position")
-    return Scored(flat.token_ids[prompt_len - 1 :], flat.logprobs[prompt_len - 1 :])
+class Scorer:
+    """Scores batches on one engine. `model` is the served name that a request must give."""
 
+    def __init__(self, engine: Any, model: str) -> None:
+        self._engine, self.model = engine, model
+        self.vocab_size = int(engine.model_config.get_vocab_size())
+        self.max_top_k = min(wire.MAX_TOP_K, self.vocab_size)
 
-async def score(engine: Any, sequences: list[Sequence]) -> list[Scored | Refused]:
-    """Score all sequences concurrently; one that the engine refuses does not fail the others."""
-    from vllm.v1.engine.exceptions import EngineDeadError
+    def describe(self) -> dict[str, Any]:
+        """What GET answers."""
+        return {
+            "protocol": wire.PROTOCOL,
+            "model": self.model,
+            "capabilities": [wire.SAMPLED, wire.TOP_K, wire.CANDIDATES],
+            "vocab_size": self.vocab_size,
+            "max_top_k": self.max_top_k,
+        }
 
-    queues: list[Any] = []
-    for sequence in sequences:
+    async def _submit(self, sequence: wire.SequenceMsg, top_k: int) -> tuple[Any, int]:
+        """Hand one sequence to the engine; (queue its result will come through, R)."""
+        prompt = wire.bytes_to_ids(sequence.prompt_ids, -1)
+        response = wire.bytes_to_ids(sequence.response_ids, -1)
+        if not len(prompt) or not len(response):
+            raise ValueError(
+                f"prompt of {len(prompt)} and response of {len(response)} tokens: both need at "
+                "least one"
+            )
+        width = top_k
+        if sequence.candidate_ids:
+            if top_k:
+                raise ValueError("top_k and candidate_ids were both given; expected one of them")
+            candidates = wire.bytes_to_ids(sequence.candidate_ids, len(response), -1)
+            self._require_known(candidates)
+            width = candidates.shape[1]
+        # vLLM counts what it added to the embeddings (LoRA, padding) as vocabulary, too.
+        self._require_known(response)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={
+                EXTRA: {
+                    "first": len(prompt) - 1,
+                    "top_k": top_k,
+                    "width": width,
+                    "candidates": sequence.candidate_ids,
+                }
+            },
+        )
+        ids = [*prompt.tolist(), *response.tolist()]
+        name = f"mopd-score-{next(_counter)}"
+        return await self._engine.add_request(name, tokens_input(ids), params), len(response)
+
+    def _require_known(self, ids: np.ndarray) -> None:
+        outside = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if outside.size:
+            raise ValueError(
+                f"id {outside.flat[0]} is outside the model's vocabulary of {self.vocab_size}"
+            )
+
+    @staticmethod
+    async def _collect(sequence: wire.SequenceMsg, queue: Any, length: int) -> wire.Result:
+        output = queue.get_nowait() or await queue.get()
+        arrays = output.prompt_logprobs
+        if not isinstance(arrays, tuple) or len(arrays[0]) != length:
+            raise ValueError("the engine's worker did not gather this sequence's scores")
+        ids, values = arrays
+        wide = ids.shape[1] > 1
+        return wire.Result(
+            id=sequence.id,
+            token_ids=wire.ids_to_bytes(ids[:, 0]),
+            logprobs=wire.floats_to_bytes(values[:, 0]),
+            topk_ids=wire.ids_to_bytes(ids[:, 1:]) if wide else b"",
+            topk_logprobs=wire.floats_to_bytes(values[:, 1:]) if wide else b"",
+        )
+
+    async def score(self, sequences: Sequence[wire.SequenceMsg], top_k: int) -> list[wire.Result]:
+        """Score all concurrently; one that the engine refuses does not fail the others."""
+        queues: list[Any] = []
+        for sequence in sequences:
+            try:
+                queues.append(await self._submit(sequence, top_k))
+            except EngineDeadError:
+                raise
+            except Exception as error:  # vLLM's validation: too long, ...
+                queues.append(error)
+        results: list[wire.Result] = []
         try:
-            queues.append(await _submit(engine, sequence))
-        except EngineDeadError:
+            for sequence, queue in zip(sequences, queues, strict=True):
+                if isinstance(queue, Exception):
+                    text = f"{type(queue).__name__}: {queue}"
+                    results.append(wire.Result(sequence.id, error=text))
+                else:
+                    results.append(await self._collect(sequence, *queue))
+        except BaseException:  # also when the request is cancelled: leave no work behind
+            left = [q[0].request_id for q in queues[len(results) :] if isinstance(q, tuple)]
+            if left:
+                await asyncio.shield(self._engine.abort(left, internal=True))
             raise
-        except Exception as error:  # vLLM's validation: too long, id outside the vocabulary, ...
-            queues.append(error)
-    results: list[Scored | Refused] = []
-    try:
-        for sequence, queue in zip(sequences, queues, strict=True):
-            if isinstance(queue, Exception):
-                results.append(Refused(f"{type(queue).__name__}: {queue}"))
-            else:
-                results.append(await _collect(queue, len(sequence.prompt_ids)))
-    except BaseException:  # also when the request is cancelled: leave no work behind
-        pending = [q.request_id for q in queues[len(results) :] if not isinstance(q, Exception)]
-        await asyncio.shield(engine.abort(pending, internal=True))
-        raise
-    return results
+        return results
 
-
-def add_score_route(app: FastAPI, engine: Any) -> None:
-    """Add both methods of the route to vLLM's application."""
-    decoder = msgspec.json.Decoder(ScoreRequest)
-    encoder = msgspec.json.Encoder()
-
-    @app.get("/mopd/score")
-    async def describe() -> dict[str, int]:
-        return {"protocol": PROTOCOL}
-
-    @app.post("/mopd/score")
-    async def post(request: Request) -> Response:
+    async def answer(self, body: bytes) -> tuple[int, bytes]:
+        """Status and content of one POST; an error's content is text."""
         try:
-            body = decoder.decode(await request.body())
-        except msgspec.MsgspecError as error:
-            return Response(encoder.encode({"error": str(error)}), 400, None, "application/json")
-        results = await score(engine, body.sequences)
-        return Response(encoder.encode({"results": results}), media_type="application/json")
+            request = wire.decode_request(body)
+        except wire.WireError as error:
+            return 400, f"not a score request of protocol {wire.PROTOCOL}: {error}".encode()
+        if request.protocol != wire.PROTOCOL:
+            return 400, f"protocol {request.protocol}; this server speaks {wire.PROTOCOL}".encode()
+        if request.model != self.model:
+            return 404, f"this server serves {self.model!r}, not {request.model!r}".encode()
+        if not 0 <= request.top_k <= self.max_top_k:
+            return 400, f"top_k {request.top_k} is outside 0..{self.max_top_k}".encode()
+        results = await self.score(request.sequences, request.top_k)
+        return 200, wire.encode(wire.ScoreReply(wire.PROTOCOL, self.model, results))
+
+
+def add_score_route(app: FastAPI, scorer: Scorer) -> None:
+    """Add both methods of the route to vLLM's application."""
+
+    @app.get(wire.PATH)
+    async def describe() -> dict[str, Any]:
+        return scorer.describe()
+
+    @app.post(wire.PATH)
+    async def post(request: Request) -> Response:
+        status, content = await scorer.answer(await request.body())
+        return Response(content, status, media_type=wire.CONTENT_TYPE if status == 200 else None)

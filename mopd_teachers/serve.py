@@ -114,8 +114,14 @@ async def _run(args: Any, sock: socket.socket | None) -> None:
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 
-    from mopd_teachers.score_route import add_score_route
+    from mopd_teachers.score_route import (
+        Scorer,
+        add_score_route,
+        install_array_logprobs,
+        require_scoring_workers,
+    )
 
+    install_array_logprobs()
     if sock is None:
         _, sock = setup_server(args, reuse_port=False)
     try:
@@ -123,7 +129,9 @@ async def _run(args: Any, sock: socket.socket | None) -> None:
             tasks = await engine.get_supported_tasks()
             app = build_app(args, tasks, engine.model_config)
             await init_app_state(engine, app.state, args, tasks)
-            add_score_route(app, engine)
+            await require_scoring_workers(engine)
+            served = args.served_model_name
+            add_score_route(app, Scorer(engine, served[0] if served else args.model))
             shutdown = await serve_http(
                 app,
                 sock=sock,
@@ -167,6 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if ranks == 1 and not backend:
             _use_one_engine_process(vllm_args)
 
+    # Scores are gathered in the worker, by a hook in this model runner (the one of CPUs).
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    vllm_args += ["--worker-extension-cls", "mopd_teachers.scoring_worker.ScoringWorker"]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_args)
     validate_parsed_serve_args(args)
     sock = None if own.mopd_fd is None else socket.socket(fileno=own.mopd_fd)

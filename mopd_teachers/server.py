@@ -29,7 +29,7 @@ _ERRORS_SHOWN = 4
 _ERROR_LINE = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+)")
 _RESERVED = {
     "model", "host", "port", "served_model_name", "dtype", "max_model_len",
-    "kv_cache_memory_bytes", "tensor_parallel_size", "uds",
+    "kv_cache_memory_bytes", "tensor_parallel_size", "uds", "worker_extension_cls",
 }  # fmt: skip
 
 

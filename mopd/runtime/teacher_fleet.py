@@ -7,20 +7,21 @@ when it died, and takes it along when the run ends. A teacher given by URLs is o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from mopd.config.schema import Config, TeacherConfig
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
-from mopd.types import Prompt, Rollout, TeacherScore, finish_reason
-from mopd_teachers.client import Endpoint, ScoreItem, TeacherClient, TeacherFailure
+from mopd.types import Prompt, Rollout, TeacherScore, TopK, finish_reason
+from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError as ServerError
-from mopd_teachers.router import TeacherRouter
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
 from mopd_teachers.server import ServerProcess, ServerSpec
 
 
@@ -78,6 +79,8 @@ class TeacherFleet:
         host: str,
         needed_tokens: Mapping[str, int],
         tokenized: Sequence[tuple[str, Sequence[int]]],
+        top_k: int = 0,
+        support: str = "teacher",
     ) -> None:
         """
         Args:
@@ -85,8 +88,14 @@ class TeacherFleet:
             needed_tokens: teacher -> longest prompt plus response that it will be given.
             tokenized: texts with the student's ids of them, to compare a teacher's tokenizer by
                 that has no checkpoint on this machine.
+            top_k: tokens a position whose logprobs `score` gives besides the sampled one's.
+            support: whose top-k: the ``teacher``'s own, or the ``student``'s (each rollout then
+                carries it, as `Rollout.topk`).
         """
+        assert support in ("teacher", "student"), support
         self._tokenized = tokenized
+        self._top_k = top_k if support == "teacher" else 0
+        self._from_student = top_k > 0 and support == "student"
         self._config = config
         self._host, self._log_dir = host, log_dir
         self._needed = needed_tokens
@@ -94,24 +103,35 @@ class TeacherFleet:
         self._clients: dict[str, TeacherClient] = {}
         self._restarting: dict[str, asyncio.Lock] = {}
         self._restarts: dict[str, int] = {}
-        self._router: TeacherRouter | None = None
 
-    async def start(self, startup: Startup) -> None:
+    async def start(self, startup: Startup, extra: Collection[str] = ()) -> None:
         """Start every managed server, find every teacher healthy, and the right model.
+
+        `extra` names teachers beyond those of the domains (a reference policy), each of which may
+        be asked about samples of every domain.
 
         Raises:
             TeacherError: a server does not start or answer, serves another model, or cannot take
                 the longest sample; the text names the teacher and quotes the end of its log.
         """
         used = {domain.teacher for domain in self._config.domains.values()}
+        longest = max(self._needed.values(), default=0)
         await asyncio.gather(
-            *(self._start_teacher(name, self._config.teachers[name], startup) for name in used)
-        )
-        self._router = TeacherRouter(
-            {d: self._clients[domain.teacher] for d, domain in self._config.domains.items()}
+            *(
+                self._start_teacher(
+                    name,
+                    self._config.teachers[name],
+                    startup,
+                    needed=longest if name in extra else self._needed[name],
+                    scores_topk=name in used,
+                )
+                for name in used.union(extra)
+            )
         )
 
-    async def _start_teacher(self, name: str, config: TeacherConfig, startup: Startup) -> None:
+    async def _start_teacher(
+        self, name: str, config: TeacherConfig, startup: Startup, *, needed: int, scores_topk: bool
+    ) -> None:
         with startup.waiting(f"teacher {name}"):
             try:
                 if config.endpoints:
@@ -132,14 +152,17 @@ class TeacherFleet:
                     concurrency=config.concurrency,
                 )
                 self._clients[name] = client
-                info = await client.probe()
+                info = await client.probe(
+                    top_k=self._top_k if scores_topk else 0,
+                    candidates=self._from_student and scores_topk,
+                )
                 if config.endpoints:
                     await self._check_tokenizer(name, client, startup)
             except Exception as error:
                 raise _for_user(error) from error
         self._restarting[name], self._restarts[name] = asyncio.Lock(), 0
-        limit, needed = info.max_model_len, self._needed[name]
-        if limit is not None and limit < needed:
+        limit = info.max_model_len
+        if limit < needed:
             raise ModelError(
                 f"teacher {name}: its server takes {limit} tokens, but the longest prompt plus "
                 f"rollout.max_response_tokens needs {needed} (one more than its length, since a "
@@ -185,33 +208,57 @@ class TeacherFleet:
     async def score(
         self, rollouts: Sequence[Rollout], *, teacher: str | None = None
     ) -> Mapping[str, TeacherScore | TeacherFailed]:
-        """Each sample by its own domain's teacher; a server that died is restarted once."""
-        assert teacher is None  # a reference policy: not built yet, and refused by the checks
-        by_domain: dict[str, list[ScoreItem]] = {}
-        for r in rollouts:
-            item = ScoreItem(r.sample_id, r.prompt.token_ids, r.response_ids)
-            by_domain.setdefault(r.prompt.domain, []).append(item)
+        """Each sample by its own domain's teacher, or by the one that is named; a server that
+        died is restarted once. A named teacher scores the sampled tokens alone."""
+        plain = teacher is not None
+        by_teacher: dict[str, list[ScoreItem]] = {}
+        for rollout in rollouts:
+            name = teacher or self._config.domains[rollout.prompt.domain].teacher
+            by_teacher.setdefault(name, []).append(self._item(rollout, plain))
         results = await asyncio.gather(
-            *(self._score(domain, items) for domain, items in by_domain.items())
+            *(
+                self._score(name, items, 0 if plain else self._top_k)
+                for name, items in by_teacher.items()
+            )
         )
-        return {key: value for result in results for key, value in result.items()}
+        outcomes = {key: value for result in results for key, value in result.items()}
+        return {r.sample_id: self._told(r, outcomes[r.sample_id], plain) for r in rollouts}
+
+    def _item(self, rollout: Rollout, plain: bool) -> ScoreItem:
+        candidates = None
+        if self._from_student and not plain:
+            assert rollout.topk is not None, f"{rollout.sample_id} came without the student's top-k"
+            # An empty slot is asked about as the sampled token, and empty again in the answer.
+            ids = np.asarray(rollout.topk.ids, np.int32)
+            candidates = np.where(ids < 0, np.asarray(rollout.response_ids)[:, None], ids)
+        return ScoreItem(
+            rollout.sample_id, rollout.prompt.token_ids, rollout.response_ids, candidates
+        )
+
+    def _told(
+        self, rollout: Rollout, outcome: Outcome, plain: bool
+    ) -> TeacherScore | TeacherFailed:
+        if isinstance(outcome, TeacherFailure):
+            return TeacherFailed(outcome.cause)
+        topk = None
+        if outcome.topk_ids is not None:
+            ids, logprobs = outcome.topk_ids, outcome.topk_logprobs
+            if self._from_student and not plain:
+                ids = np.asarray(rollout.topk.ids, np.int32)  # type: ignore[union-attr]
+                assert logprobs is not None
+                logprobs = np.where(ids < 0, np.float32(0.0), logprobs)
+            topk = TopK(ids, logprobs)
+        return TeacherScore(tuple(outcome.logprobs.tolist()), topk)
 
     async def _score(
-        self, domain: str, items: Sequence[ScoreItem]
-    ) -> dict[str, TeacherScore | TeacherFailed]:
-        assert self._router is not None
-        teacher = self._config.domains[domain].teacher
-        before = self._restarts[teacher]
-        scores = await self._router.score(domain, items)
+        self, teacher: str, items: Sequence[ScoreItem], top_k: int
+    ) -> dict[str, Outcome]:
+        client, before = self._clients[teacher], self._restarts[teacher]
+        scores = await client.score_batch(items, top_k=top_k)
         failed = [i for i in items if isinstance(scores[i.sample_id], TeacherFailure)]
         if failed and await self._revive(teacher, before):
-            scores |= await self._router.score(domain, failed)
-        return {
-            key: TeacherFailed(value.cause)
-            if isinstance(value, TeacherFailure)
-            else TeacherScore(tuple(value))
-            for key, value in scores.items()
-        }
+            scores |= await client.score_batch(failed, top_k=top_k)
+        return scores
 
     async def _revive(self, name: str, before: int) -> bool:
         """Restart the dead servers of a managed teacher; whether any was restarted since there

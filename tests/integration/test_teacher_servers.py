@@ -16,16 +16,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import psutil
 import pytest
 
-from mopd_teachers.client import Endpoint, ScoreItem, TeacherClient, TeacherFailure
+from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.router import TeacherRouter
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
 from mopd_teachers.server import ServerProcess, ServerSpec, served_model
 
 BOS, EOS, AB = 1, 2, 259
@@ -107,7 +109,12 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     a = ServerProcess(
         ServerSpec("dense", str(root / "dense"), max_model_len=CONTEXT), root / "a.log"
     )
-    b = ServerProcess(ServerSpec("moe", str(root / "moe"), max_model_len=CONTEXT), root / "b.log")
+    # Pieces of 40 tokens at most: sequences of up to 63 are scored over several engine steps.
+    pieces = {"max_num_batched_tokens": 40, "max_num_seqs": 8, "enable_chunked_prefill": True}
+    b = ServerProcess(
+        ServerSpec("moe", str(root / "moe"), max_model_len=CONTEXT, engine_args=pieces),
+        root / "b.log",
+    )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -169,15 +176,21 @@ def _gone(processes: list[psutil.Process], within_s: float) -> bool:
         time.sleep(0.1)
 
 
-def reference(model: Any, item: ScoreItem) -> list[float]:
-    """transformers' logprobs of the response ids."""
+def reference_rows(model: Any, item: ScoreItem) -> Any:
+    """[R, V] float64 logprobs of transformers at the response positions."""
     import torch
 
     ids = torch.tensor([[*item.prompt_ids, *item.response_ids]])
     with torch.no_grad():
-        logprobs_tv = model(ids).logits[0, :-1].log_softmax(-1)
-    picked = logprobs_tv.gather(1, ids[0, 1:, None])[:, 0]
-    return picked[len(item.prompt_ids) - 1 :].tolist()
+        return model(ids).logits[0, len(item.prompt_ids) - 1 : -1].double().log_softmax(-1)
+
+
+def reference(model: Any, item: ScoreItem) -> list[float]:
+    """transformers' logprobs of the response ids."""
+    import torch
+
+    rows = reference_rows(model, item)
+    return rows.gather(1, torch.tensor(item.response_ids)[:, None])[:, 0].tolist()
 
 
 def items(count: int, seed: int = 0) -> list[ScoreItem]:
@@ -205,11 +218,18 @@ def run(client: TeacherClient, use: Callable[[TeacherClient], Awaitable[T]]) -> 
     return asyncio.run(whole())
 
 
-def scores_of(client: TeacherClient, batch: list[ScoreItem]) -> dict[str, list[float]]:
-    result = run(client, lambda c: c.score_batch(batch))
+def good(result: dict[str, Outcome]) -> dict[str, TeacherScore]:
     bad = [s for s in result.values() if isinstance(s, TeacherFailure)]
     assert not bad, bad[0]
-    return {key: scores for key, scores in result.items() if isinstance(scores, list)}
+    return {key: score for key, score in result.items() if isinstance(score, TeacherScore)}
+
+
+def scores_of(client: TeacherClient, batch: list[ScoreItem]) -> dict[str, list[float]]:
+    return lists(run(client, lambda c: c.score_batch(batch)))
+
+
+def lists(result: dict[str, Outcome]) -> dict[str, list[float]]:
+    return {key: score.logprobs.tolist() for key, score in good(result).items()}
 
 
 def worst(a: dict[str, list[float]], b: dict[str, list[float]]) -> float:
@@ -239,10 +259,65 @@ def test_a_plain_vllm_server_gives_the_same_numbers_by_its_own_route(rig: Rig) -
 
     async def use(client: TeacherClient) -> Any:
         assert not (await client.probe()).fast_route
-        return await client.score_batch(batch)
+        return lists(await client.score_batch(batch))
 
     plain = run(rig.plain(), use)
     assert worst(plain, scores_of(rig.client(rig.a), batch)) < 1e-5
+
+
+@pytest.mark.parametrize("which", ["ours", "in pieces", "plain"])
+def test_the_teacher_s_top_k_is_that_of_transformers(rig: Rig, which: str) -> None:
+    model = rig.moe if which == "in pieces" else rig.dense
+    client = {"ours": rig.client(rig.a), "in pieces": rig.client(rig.b), "plain": rig.plain()}
+    batch = items(40, seed=6)
+    scores = good(run(client[which], lambda c: c.score_batch(batch, top_k=20)))
+    for item in batch:
+        score, rows = scores[item.sample_id], reference_rows(model, item)
+        assert score.topk_ids is not None and score.topk_ids.shape == (len(item.response_ids), 20)
+        assert worst({"": score.logprobs.tolist()}, {"": reference(model, item)}) < 1e-4
+        best = rows.topk(20).values.numpy()
+        assert np.abs(score.topk_logprobs - best).max() < 1e-4
+        named = np.take_along_axis(rows.numpy(), score.topk_ids.astype(np.int64), 1)
+        assert np.abs(score.topk_logprobs - named).max() < 1e-4
+
+
+@pytest.mark.parametrize("which", ["ours", "in pieces"])
+def test_given_candidates_get_the_logprobs_of_transformers(rig: Rig, which: str) -> None:
+    server, model = (rig.a, rig.dense) if which == "ours" else (rig.b, rig.moe)
+    rng = np.random.default_rng(0)
+    batch = [
+        replace(item, candidate_ids=rng.integers(0, 260, (len(item.response_ids), 3 + n % 3)))
+        for n, item in enumerate(items(30, seed=7))  # of three widths, and one without
+    ]
+    batch[-1] = replace(batch[-1], candidate_ids=None)
+
+    async def use(client: TeacherClient) -> Any:
+        await client.probe(candidates=True)
+        stock = client._request(  # vLLM's own way, in the same engine steps
+            client._servers[0],
+            "POST",
+            "/v1/completions",
+            {
+                "model": client._servers[0].model, "max_tokens": 1, "prompt_logprobs": 2,
+                "prompt": [*batch[5].prompt_ids, *batch[5].response_ids],
+            },
+        )  # fmt: skip
+        return await asyncio.gather(client.score_batch(batch), stock)
+
+    outcomes, stock = run(rig.client(server), use)
+    scores = good(outcomes)
+    for item in batch:
+        rows = reference_rows(model, item).numpy()
+        score, given = scores[item.sample_id], item.candidate_ids
+        assert worst({"": score.logprobs.tolist()}, {"": reference(model, item)}) < 1e-4
+        if given is None:
+            assert score.topk_ids is None
+            continue
+        assert np.array_equal(score.topk_ids, given)
+        assert np.abs(score.topk_logprobs - np.take_along_axis(rows, given, 1)).max() < 1e-4
+    entries = stock["choices"][0]["prompt_logprobs"][len(batch[5].prompt_ids) :]
+    own = [e[str(t)]["logprob"] for e, t in zip(entries, batch[5].response_ids, strict=True)]
+    assert worst({"": own}, {"": scores[batch[5].sample_id].logprobs.tolist()}) < 1e-5
 
 
 def test_c02_a_later_token_changes_no_score(rig: Rig) -> None:
@@ -284,9 +359,10 @@ def test_c13_the_router_keeps_two_real_teachers_apart(rig: Rig) -> None:
         router = TeacherRouter({"spell": rig.client(rig.a), "sums": rig.client(rig.b)})
         await router.probe()
         try:
-            return await asyncio.gather(
+            both = await asyncio.gather(
                 router.score("spell", batch), router.score("sums", batch[::-1])
             )
+            return lists(both[0]), lists(both[1])
         finally:
             await router.close()
 
@@ -333,7 +409,7 @@ def test_c11_at_the_context_s_end(rig: Rig) -> None:
     assert checked["alien"].cause == "refused" and "260" in checked["alien"].detail
     want = reference(rig.dense, fits)
     for scores in (checked["fits"], unchecked["fits"]):
-        assert scores == pytest.approx(want, abs=1e-4)
+        assert scores.logprobs.tolist() == pytest.approx(want, abs=1e-4)
 
 
 def test_c37_a_stranger_on_the_port_is_found_by_its_name(rig: Rig, tmp_path: Path) -> None:
@@ -378,7 +454,7 @@ def test_c38_a_frozen_server_meets_the_deadline_and_comes_back(rig: Rig) -> None
     assert {failure.cause for failure in frozen.values()} == {"timeout"}
     assert "teacher 'moe'" in frozen[batch[0].sample_id].detail
     assert 2.0 <= took < 5.0 and client.metrics()["retries"] == 1
-    assert worst(after, {i.sample_id: reference(rig.moe, i) for i in batch}) < 1e-4
+    assert worst(lists(after), {i.sample_id: reference(rig.moe, i) for i in batch}) < 1e-4
 
 
 def test_a_server_that_cannot_start_says_why(rig: Rig, tmp_path: Path) -> None:

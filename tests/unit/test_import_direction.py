@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 RANKS: dict[str, int] = {
-    **dict.fromkeys(("types", "errors", "config"), 0),
+    **dict.fromkeys(("types", "errors", "config", "objective_names"), 0),
     **dict.fromkeys(("objective", "kernels", "protocols"), 1),
     **dict.fromkeys(
         ("data", "rollout", "student", "weight_sync", "evaluation", "observe", "checkpoints"), 2
@@ -245,7 +245,10 @@ def modules_under(*folders: str) -> list[str]:
     return [name.removesuffix(".__init__") for name in names if not name.endswith(".__main__")]
 
 
-SERVER_SIDE = {"mopd_teachers.serve", "mopd_teachers.score_route"}
+SERVER_SIDE = {
+    "mopd_teachers.serve", "mopd_teachers.score_route", "mopd_teachers.scoring_worker",
+    "mopd_teachers.gather",
+}  # fmt: skip
 """What runs inside a teacher's own vLLM process."""
 
 

@@ -1,26 +1,34 @@
-"""A server that dies with many batches in flight: one restart, every batch scored again."""
+"""Whom a sample is scored by, with which candidates; a server that dies with batches in flight."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
-from mopd.protocols import TeacherFailed
 from mopd.runtime.teacher_fleet import TeacherFleet
-from mopd.types import Prompt, Rollout, TeacherScore
-from mopd_teachers.client import Endpoint, ScoreItem, TeacherFailure
+from mopd.types import Prompt, Rollout, TeacherScore, TopK
+from mopd_teachers.client import Endpoint
+from mopd_teachers.scores import Outcome, ScoreItem
+from mopd_teachers.scores import TeacherFailure as Failure
+from mopd_teachers.scores import TeacherScore as Score
 
 
 class Server:
-    """Dead until started again; plays the managed server, its actor, the client and the router."""
+    """Dead until started again; plays the managed server, its actor and the client."""
 
-    def __init__(self) -> None:
-        self.up, self.starts = False, 0
+    def __init__(self, up: bool = False, value: float = -1.0) -> None:
+        self.up, self.starts, self.value = up, 0, value
         self.actor = self
         self.alive = self
         self.names: list[str] = []
+        self.asked: list[tuple[ScoreItem, int]] = []
 
     async def remote(self) -> bool:
         return self.up
@@ -34,31 +42,86 @@ class Server:
     async def replace_endpoint(self, index: int, endpoint: Endpoint) -> None:
         self.names.append(str(endpoint.model))
 
-    async def score(
-        self, domain: str, items: Sequence[ScoreItem]
-    ) -> dict[str, list[float] | TeacherFailure]:
+    async def score_batch(
+        self, items: Sequence[ScoreItem], *, top_k: int = 0
+    ) -> dict[str, Outcome]:
         await asyncio.sleep(0)
+        self.asked += [(item, top_k) for item in items]
         if not self.up:
-            return {i.sample_id: TeacherFailure("connection", "refused") for i in items}
-        return {i.sample_id: [-1.0] * len(i.response_ids) for i in items}
+            return {i.sample_id: Failure("connection", "refused") for i in items}
+        return {i.sample_id: self._score(i, top_k) for i in items}
+
+    def _score(self, item: ScoreItem, top_k: int) -> Score:
+        shape = (len(item.response_ids), top_k)
+        own = np.full(shape[0], self.value, np.float32)
+        if item.candidate_ids is not None:
+            return Score(own, item.candidate_ids, item.candidate_ids * np.float32(-0.5))
+        if top_k:
+            return Score(own, np.full(shape, 7, np.int32), np.full(shape, -2.0, np.float32))
+        return Score(own)
+
+
+def fleet_of(tmp_path: Path, servers: dict[str, Server], **options: Any) -> TeacherFleet:
+    config = Config(
+        teachers={name: TeacherConfig(model="m") for name in servers},
+        domains={f"d{i}": DomainConfig(teacher=name) for i, name in enumerate(servers)},
+    )
+    fleet = TeacherFleet(
+        config, tmp_path, host="127.0.0.1", needed_tokens={}, tokenized=[], **options
+    )
+    for name, server in servers.items():
+        fleet._managed[name] = [server]  # type: ignore[list-item]
+        fleet._clients[name] = server  # type: ignore[assignment]
+        fleet._restarting[name], fleet._restarts[name] = asyncio.Lock(), 0
+    return fleet
+
+
+def rollout(sample_id: str, domain: str = "d0", topk: TopK | None = None) -> Rollout:
+    return Rollout(
+        sample_id, Prompt(f"{domain}/0", domain, "?", (1,)), (2, 3), (-1.0, -1.0), 0, "stop", topk
+    )
 
 
 def test_every_batch_in_flight_is_scored_again_after_one_restart(tmp_path: Path) -> None:
-    config = Config(
-        teachers={"t": TeacherConfig(model="m")}, domains={"d": DomainConfig(teacher="t")}
-    )
-    prompt = Prompt("d/0", "d", "?", (1,))
+    server = Server()
 
-    async def scenario() -> tuple[list[dict[str, tuple[float, ...] | TeacherFailed]], Server]:
-        server = Server()
-        fleet = TeacherFleet(config, tmp_path, host="127.0.0.1", needed_tokens={}, tokenized=[])
-        fleet._router = server  # type: ignore[assignment]
-        fleet._managed["t"] = [server]  # type: ignore[list-item]
-        fleet._clients["t"] = server  # type: ignore[assignment]
-        fleet._restarting["t"], fleet._restarts["t"] = asyncio.Lock(), 0
-        batches = [[Rollout(f"s{i}", prompt, (2, 3), (-1.0, -1.0), 0, "stop")] for i in range(4)]
-        return [dict(s) for s in await asyncio.gather(*map(fleet.score, batches))], server
+    async def scenario() -> list[Any]:
+        fleet = fleet_of(tmp_path, {"t": server})
+        batches = [[rollout(f"s{i}")] for i in range(4)]
+        return [dict(s) for s in await asyncio.gather(*map(fleet.score, batches))]
 
-    scores, server = asyncio.run(scenario())
-    assert scores == [{f"s{i}": TeacherScore((-1.0, -1.0))} for i in range(4)]
+    assert asyncio.run(scenario()) == [{f"s{i}": TeacherScore((-1.0, -1.0))} for i in range(4)]
     assert server.starts == 1 and server.names == ["t@new"]
+
+
+def test_a_named_teacher_scores_samples_of_every_domain_and_no_top_k(tmp_path: Path) -> None:
+    one, two = Server(True, -1.0), Server(True, -2.0)
+    fleet = fleet_of(tmp_path, {"one": one, "two": two}, top_k=3)
+    batch = [rollout("a", "d0"), rollout("b", "d1")]
+    named = asyncio.run(fleet.score(batch, teacher="two"))
+    assert named == {key: TeacherScore((-2.0, -2.0)) for key in "ab"}
+    own = asyncio.run(fleet.score(batch))
+    assert [own[key].logprobs[0] for key in "ab"] == [-1.0, -2.0]  # type: ignore[union-attr]
+    topk = own["a"].topk  # type: ignore[union-attr]
+    assert topk is not None and topk.ids.shape == topk.logprobs.shape == (2, 3)
+    assert [k for _, k in one.asked] == [3] and [k for _, k in two.asked] == [0, 0, 3]
+
+
+def test_the_student_s_top_k_is_what_the_teacher_is_asked_about(tmp_path: Path) -> None:
+    server = Server(True)
+    fleet = fleet_of(tmp_path, {"t": server}, top_k=2, support="student")
+    ids = np.array([[5, -1], [-1, 9]], np.int32)
+    sampled = rollout("a", topk=TopK(ids, np.zeros((2, 2), np.float32)))
+    score = asyncio.run(fleet.score([sampled]))["a"]
+    item, top_k = server.asked[0]
+    # An empty slot (-1) goes out as the sampled token and comes back empty.
+    assert top_k == 0 and item.candidate_ids is not None
+    assert item.candidate_ids.tolist() == [[5, 2], [3, 9]]
+    assert isinstance(score, TeacherScore) and score.topk is not None
+    assert score.topk.ids.tolist() == ids.tolist()
+    assert score.topk.logprobs.tolist() == [[-2.5, 0.0], [0.0, -4.5]]
+    # A reference is asked about the sampled tokens alone.
+    plain = asyncio.run(fleet.score([sampled], teacher="t"))["a"]
+    assert plain == TeacherScore((-1.0, -1.0)) and server.asked[1][0].candidate_ids is None
+    with pytest.raises(AssertionError, match="without the student's top-k"):
+        asyncio.run(fleet.score([replace(sampled, topk=None)]))

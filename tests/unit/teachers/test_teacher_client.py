@@ -10,24 +10,41 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from aiohttp import web
 
-from mopd_teachers.client import Endpoint, ScoreItem, TeacherClient, TeacherFailure
+from mopd_teachers import wire
+from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.router import TeacherRouter
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
 
-Scores = dict[str, list[float] | TeacherFailure]
+Scores = dict[str, Any]
 
 
 def logprob(context: list[int], token: int) -> float:
-    """A number that belongs to this token after this context, and to no other."""
-    return -1.0 - (31 * token + sum((i + 1) * t for i, t in enumerate(context))) % 997 / 100
+    """A number that belongs to this token after this context, and to no other; a float32."""
+    return -1.0 - (31 * token + sum((i + 1) * t for i, t in enumerate(context))) % 997 / 128
 
 
 def expected(item: ScoreItem) -> list[float]:
     prompt, response = list(item.prompt_ids), list(item.response_ids)
     return [logprob(prompt + response[:t], response[t]) for t in range(len(response))]
+
+
+def likeliest(context: list[int], k: int, score: Callable[[list[int], int], float]) -> list[int]:
+    """The k best of the ids 0..63."""
+    return sorted(range(64), key=lambda token: (-score(context, token), token))[:k]
+
+
+def lists(scores: dict[str, Outcome]) -> Scores:
+    """Plain numbers in the place of scores, for comparison."""
+    return {
+        key: value.logprobs.tolist() if isinstance(value, TeacherScore) else value
+        for key, value in scores.items()
+    }
 
 
 class FakeServer:
@@ -43,6 +60,7 @@ class FakeServer:
         | None = None,
         alter: Callable[[Any], Any] = lambda results: results,
     ) -> None:
+        self.answers_as = model
         self.model, self.fast, self.score, self.spoil, self.alter = model, fast, score, spoil, alter
         self.posts = 0
         self.armed = False  # spoil and alter only after the probe
@@ -68,36 +86,56 @@ class FakeServer:
         return web.json_response({"data": [{"id": self.model, "max_model_len": 64}]})
 
     async def describe(self, _: web.Request) -> web.Response:
-        return web.json_response({"protocol": 1})
+        able = [wire.SAMPLED, wire.TOP_K, wire.CANDIDATES]
+        return web.json_response({"protocol": wire.PROTOCOL, "capabilities": able, "max_top_k": 32})
 
     async def _spoiled(self, request: web.Request, body: dict[str, Any]) -> web.Response | None:
         self.posts += 1
         return await self.spoil(request, body) if self.armed and self.spoil else None
 
     async def score_batch(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        if (spoiled := await self._spoiled(request, body)) is not None:
+        body = wire.decode_request(await request.read())
+        if (spoiled := await self._spoiled(request, {})) is not None:
             return spoiled
-        results = [
-            {
-                "token_ids": s["response_ids"],
-                "logprobs": [
-                    self.score(s["prompt_ids"] + s["response_ids"][:t], token)
-                    for t, token in enumerate(s["response_ids"])
-                ],
-            }
-            for s in body["sequences"]
-        ]
-        return web.json_response({"results": self.alter(results) if self.armed else results})
+        results = [self._result(sequence, body.top_k) for sequence in body.sequences]
+        if self.armed:
+            results = self.alter(results)
+        reply = wire.encode(wire.ScoreReply(wire.PROTOCOL, self.answers_as, results))
+        return web.Response(body=reply)
+
+    def _result(self, sequence: wire.SequenceMsg, top_k: int) -> wire.Result:
+        prompt = wire.bytes_to_ids(sequence.prompt_ids, -1).tolist()
+        response = wire.bytes_to_ids(sequence.response_ids, -1).tolist()
+        contexts = [prompt + response[:t] for t in range(len(response))]
+        wide = [likeliest(context, top_k, self.score) for context in contexts]
+        if sequence.candidate_ids:
+            wide = wire.bytes_to_ids(sequence.candidate_ids, len(response), -1).tolist()
+        return wire.Result(
+            sequence.id,
+            token_ids=sequence.response_ids,
+            logprobs=wire.floats_to_bytes(
+                [self.score(c, t) for c, t in zip(contexts, response, strict=True)]
+            ),
+            topk_ids=wire.ids_to_bytes(wide),
+            topk_logprobs=wire.floats_to_bytes(
+                [[self.score(c, t) for t in row] for c, row in zip(contexts, wide, strict=True)]
+            ),
+        )
 
     async def completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         if (spoiled := await self._spoiled(request, body)) is not None:
             return spoiled
-        ids = body["prompt"]
+        ids, k = body["prompt"], body["prompt_logprobs"]
+        if k > 20:
+            return web.Response(status=400, text="max_logprobs is 20")
         rows: list[Any] = [None]
         for t in range(1, len(ids)):
-            rows.append({str(ids[t]): {"logprob": self.score(ids[:t], ids[t]), "rank": 1}})
+            better = sum(self.score(ids[:t], i) > self.score(ids[:t], ids[t]) for i in range(64))
+            row = {str(ids[t]): {"logprob": self.score(ids[:t], ids[t]), "rank": better + 1}}
+            for rank, token in enumerate(likeliest(ids[:t], k, self.score), 1):
+                row[str(token)] = {"logprob": self.score(ids[:t], token), "rank": rank}
+            rows.append(row)
         rows = self.alter(rows) if self.armed else rows
         return web.json_response({"choices": [{"index": 0, "prompt_logprobs": rows}]})
 
@@ -115,7 +153,7 @@ async def probed_scores(
         await teacher.probe()
         server.armed = True
         before = server.posts
-        scores = await teacher.score_batch(items)
+        scores = lists(await teacher.score_batch(items))
         server.posts -= before
         return scores, teacher.metrics()
 
@@ -146,17 +184,24 @@ def test_c02_stock_scores_start_after_the_prompt() -> None:
     """`[None, a, b, c]` for P=[x], R=[y, z, w] gives exactly [a, b, c]."""
 
     def fixed(rows: list[Any]) -> list[Any]:
-        return [None, {"2": {"logprob": -0.1}}, {"3": {"logprob": -0.2}}, {"4": {"logprob": -0.3}}]
+        return [None, {"2": {"logprob": -0.5}}, {"3": {"logprob": -0.25}}, {"4": {"logprob": -2.0}}]
 
     item = ScoreItem("s", (1,), (2, 3, 4))
     scores, _ = asyncio.run(probed_scores(FakeServer(fast=False, alter=fixed), [item]))
-    assert scores == {"s": [-0.1, -0.2, -0.3]}
+    assert scores == {"s": [-0.5, -0.25, -2.0]}
 
 
-def _set_first(key: str, value: Any) -> Callable[[Any], Any]:
+def _first(**changes: Any) -> Callable[[Any], Any]:
+    """Another first result, with floats and ids for lists of them."""
+
     def alter(results: Any) -> Any:
-        results[0][key] = value
-        return results
+        packed = {
+            key: value
+            if isinstance(value, str | bytes)
+            else (wire.ids_to_bytes if "ids" in key else wire.floats_to_bytes)(value)
+            for key, value in changes.items()
+        }
+        return [msgspec.structs.replace(results[0], **packed), *results[1:]]
 
     return alter
 
@@ -164,18 +209,16 @@ def _set_first(key: str, value: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     ("alter", "cause"),
     [
-        (_set_first("logprobs", [-1.0]), "bad scores"),  # one short
-        (_set_first("logprobs", [-1.0, -1.0, -1.0]), "bad scores"),  # one more
-        (_set_first("logprobs", [-1.0, None]), "bad scores"),
-        (_set_first("logprobs", [-1.0, math.nan]), "bad scores"),
-        (_set_first("logprobs", [-1.0, -math.inf]), "bad scores"),
-        (_set_first("logprobs", [-1.0, -9999.0]), "bad scores"),  # vLLM's JSON for -inf
-        (_set_first("logprobs", [0.5, -1.0]), "bad scores"),
-        (_set_first("logprobs", [True, -1.0]), "bad scores"),
-        (_set_first("logprobs", "no list"), "bad scores"),
-        (_set_first("token_ids", [9, 8]), "wrong ids"),
-        (_set_first("token_ids", [8]), "bad scores"),
-        (_set_first("error", "prompt too long"), "refused"),
+        (_first(logprobs=[-1.0]), "bad scores"),  # one short
+        (_first(logprobs=[-1.0, -1.0, -1.0]), "bad scores"),  # one more
+        (_first(logprobs=[-1.0, math.nan]), "bad scores"),
+        (_first(logprobs=[-1.0, -math.inf]), "bad scores"),
+        (_first(logprobs=[-1.0, -9999.0]), "bad scores"),  # vLLM's JSON for -inf
+        (_first(logprobs=[0.5, -1.0]), "bad scores"),
+        (_first(logprobs=b"abc"), "bad scores"),
+        (_first(token_ids=[9, 8]), "wrong ids"),
+        (_first(token_ids=[8]), "bad scores"),
+        (_first(error="prompt too long"), "refused"),
     ],
 )
 def test_a_bad_result_fails_its_own_sample_alone(alter: Callable[[Any], Any], cause: str) -> None:
@@ -219,8 +262,17 @@ def test_bad_stock_answers_are_failures(alter: Callable[[Any], Any], cause: str)
     assert isinstance(failure, TeacherFailure) and failure.cause == cause
 
 
-def test_another_number_of_results_fails_the_batch() -> None:
-    scores, metrics = asyncio.run(probed_scores(FakeServer(alter=lambda r: r[:-1]), ITEMS))
+def test_results_are_matched_by_id_whatever_their_order() -> None:
+    scores, metrics = asyncio.run(probed_scores(FakeServer(alter=lambda r: r[::-1]), ITEMS))
+    assert scores == {item.sample_id: expected(item) for item in ITEMS}
+    assert metrics["retries"] == 0
+
+
+@pytest.mark.parametrize(
+    "alter", [lambda r: r[:-1], lambda r: [*r, r[0]], lambda r: [r[0], r[0], r[1]]]
+)
+def test_a_missing_or_doubled_result_fails_the_batch(alter: Callable[[Any], Any]) -> None:
+    scores, metrics = asyncio.run(probed_scores(FakeServer(alter=alter), ITEMS))
     assert {s.cause for s in scores.values() if isinstance(s, TeacherFailure)} == {"bad answer"}
     assert metrics["failures"] == 3 and metrics["retries"] == 1
 
@@ -280,7 +332,7 @@ def test_c12_another_replica_takes_over() -> None:
                 teacher = client(dying, alive)
                 await teacher.probe()
             async with teacher:  # `dying` is gone: connections to it are refused
-                return await teacher.score_batch(ITEMS), teacher.metrics()
+                return lists(await teacher.score_batch(ITEMS)), teacher.metrics()
 
     scores, metrics = asyncio.run(run())
     assert scores == {item.sample_id: expected(item) for item in ITEMS}
@@ -293,11 +345,11 @@ def test_a_restarted_server_is_probed_before_it_takes_the_place() -> None:
             await teacher.probe()
             with pytest.raises(TeacherError, match=r"serves \['a@2'\], expected 'a@9'"):
                 await teacher.replace_endpoint(0, Endpoint(new.url, "a@9"))
-            assert (await teacher.score_batch(ITEMS))["7:a:1"] == expected(ITEMS[1])
+            assert lists(await teacher.score_batch(ITEMS))["7:a:1"] == expected(ITEMS[1])
             assert new.posts == 0
             await teacher.replace_endpoint(0, Endpoint(new.url, "a@2"))
             posts = old.posts
-            assert (await teacher.score_batch(ITEMS))["7:a:1"] == expected(ITEMS[1])
+            assert lists(await teacher.score_batch(ITEMS))["7:a:1"] == expected(ITEMS[1])
             assert old.posts == posts and new.posts > 0
 
     asyncio.run(run())
@@ -309,7 +361,9 @@ def test_work_is_spread_over_the_replicas() -> None:
             await teacher.probe()
             before = one.posts, two.posts
             items = [ScoreItem(str(i), (4, 5), (6, i % 8)) for i in range(10)]
-            assert await teacher.score_batch(items) == {i.sample_id: expected(i) for i in items}
+            assert lists(await teacher.score_batch(items)) == {
+                i.sample_id: expected(i) for i in items
+            }
             assert (one.posts - before[0], two.posts - before[1]) == (1, 1)
 
     asyncio.run(run())
@@ -319,7 +373,7 @@ def test_the_client_can_move_to_another_event_loop() -> None:
     async def score(teacher: TeacherClient, server: FakeServer) -> Scores:
         async with server, teacher:
             await teacher.replace_endpoint(0, Endpoint(server.url, server.model))
-            return await teacher.score_batch(ITEMS)
+            return lists(await teacher.score_batch(ITEMS))
 
     teacher = TeacherClient("spell", [Endpoint("http://127.0.0.1:9", "x")])
     for _ in range(2):
@@ -418,8 +472,8 @@ def test_c13_each_domain_meets_its_own_teacher_and_no_other() -> None:
             mine, theirs = await asyncio.gather(
                 router.score("math", ITEMS), router.score("code", ITEMS[::-1])
             )
-            assert mine == {i.sample_id: expected(i) for i in ITEMS}
-            assert theirs == {i.sample_id: [x - 5.0 for x in expected(i)] for i in ITEMS}
+            assert lists(mine) == {i.sample_id: expected(i) for i in ITEMS}
+            assert lists(theirs) == {i.sample_id: [x - 5.0 for x in expected(i)] for i in ITEMS}
             assert code.posts == posts + 1
             with pytest.raises(TeacherError, match=r"'Math ' has no teacher.*\['code', 'math'"):
                 await router.score("Math ", ITEMS)
@@ -427,3 +481,90 @@ def test_c13_each_domain_meets_its_own_teacher_and_no_other() -> None:
             await router.close()
 
     asyncio.run(run())
+
+
+# ---- top-k ----------------------------------------------------------------------------------
+
+
+async def _topk(server: FakeServer, items: list[ScoreItem], top_k: int) -> dict[str, Outcome]:
+    async with server, client(server) as teacher:
+        await teacher.probe(top_k=top_k, candidates=not top_k)
+        server.armed = True
+        return await teacher.score_batch(items, top_k=top_k)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_teacher_s_own_top_k_comes_beside_the_sampled_token(fast: bool) -> None:
+    scores = asyncio.run(_topk(FakeServer(fast=fast), ITEMS, 5))
+    for item in ITEMS:
+        score = scores[item.sample_id]
+        assert isinstance(score, TeacherScore) and score.topk_ids is not None
+        assert score.topk_logprobs is not None
+        assert score.logprobs.tolist() == expected(item)
+        sequence = [*item.prompt_ids, *item.response_ids]
+        for t in range(len(item.response_ids)):
+            context = sequence[: len(item.prompt_ids) + t]
+            best = likeliest(context, 5, logprob)
+            assert score.topk_ids[t].tolist() == best
+            assert score.topk_logprobs[t].tolist() == [logprob(context, i) for i in best]
+        assert score.topk_ids.dtype == np.int32 and score.topk_logprobs.dtype == np.float32
+
+
+def test_given_candidates_are_scored_in_their_order() -> None:
+    given = np.array([[60, 8, 0], [9, 1, 2]], np.int32)
+    item = ScoreItem("a", (5, 6, 7), (8, 9), given)
+    score = asyncio.run(_topk(FakeServer(), [item], 0))["a"]
+    assert isinstance(score, TeacherScore) and score.topk_ids is not None
+    assert score.topk_ids.tolist() == given.tolist() and score.topk_logprobs is not None
+    assert score.topk_logprobs.tolist() == [
+        [logprob([5, 6, 7, 8][: 3 + t], i) for i in row] for t, row in enumerate(given.tolist())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("alter", "cause"),
+    [
+        (_first(topk_ids=[[1, 2]]), "bad scores"),  # a position short
+        (_first(topk_logprobs=[[-1.0, -2.0], [-2.0, math.nan]]), "bad scores"),
+        (_first(topk_logprobs=[[-1.0, -2.0], [-2.0, -1.0]]), "bad scores"),  # not in order
+        (_first(topk_ids=[[1, 1], [1, 2]]), "bad scores"),
+        (_first(logprobs=[-1e-3, -1e-3]), "bad scores"),  # likelier than the likeliest
+        (_first(topk_ids=[[8, 2], [1, 2]]), "bad scores"),  # the sampled id, another logprob
+    ],
+)
+def test_a_top_k_that_cannot_be_is_a_failure(alter: Callable[[Any], Any], cause: str) -> None:
+    """ITEMS[0] has the response (8, 9), neither among the two likeliest."""
+    failure = asyncio.run(_topk(FakeServer(alter=alter), ITEMS, 2))["7:a:0"]
+    assert isinstance(failure, TeacherFailure) and failure.cause == cause
+
+
+def test_other_candidates_than_were_sent_are_a_failure() -> None:
+    item = ScoreItem("a", (5,), (8,), np.array([[3, 4]], np.int32))
+    server = FakeServer(alter=_first(topk_ids=[[4, 3]]))
+    failure = asyncio.run(_topk(server, [item], 0))["a"]
+    assert isinstance(failure, TeacherFailure) and failure.cause == "wrong ids"
+
+
+def test_what_a_server_cannot_give_is_refused_at_the_probe() -> None:
+    async def probe(server: FakeServer, **needs: Any) -> None:
+        async with server, client(server) as teacher:
+            await teacher.probe(**needs)
+
+    with pytest.raises(TeacherError, match=r"cannot score ids that it is given.*mopd teachers"):
+        asyncio.run(probe(FakeServer(fast=False), candidates=True))
+    with pytest.raises(TeacherError, match=r"--max-logprobs.*20"):
+        asyncio.run(probe(FakeServer(fast=False), top_k=21))
+    with pytest.raises(TeacherError, match="at most the 32 likeliest"):
+        asyncio.run(probe(FakeServer(), top_k=33))
+
+
+def test_a_stranger_that_took_the_port_after_the_probe_scores_nothing() -> None:
+    server = FakeServer()
+
+    async def run() -> Scores:
+        async with server, client(server, retries=0) as teacher:
+            await teacher.probe()
+            server.answers_as = "other@9"
+            return await teacher.score_batch(ITEMS)
+
+    assert {f.cause for f in asyncio.run(run()).values()} == {"stranger"}

@@ -1,0 +1,35 @@
+"""Logprobs gathered by blocks of rows, against a float64 log-softmax of everything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mopd_teachers.gather import scored
+
+
+@pytest.mark.parametrize("rows_at_a_time", [1, 3, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_give_what_the_whole_gives(rows_at_a_time: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, head = torch.randn(7, 8).to(dtype), (4 * torch.randn(50, 8)).to(dtype)
+    targets, candidates = torch.randint(50, (7,)), torch.randint(50, (7, 5))
+    blocks: list[int] = []
+
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        blocks.append(len(rows))
+        return rows @ head.T + 200.0  # far from 0: the shift by the maximum matters
+
+    exact = logits(hidden).double().log_softmax(-1)
+    blocks.clear()
+    for top_k, given in ((0, None), (4, None), (0, candidates)):
+        ids, values = scored(logits, hidden, targets, top_k, given, rows_at_a_time)
+        assert torch.equal(ids[:, 0], targets) and values.dtype == torch.float32
+        torch.testing.assert_close(values.double(), exact.gather(1, ids), atol=2e-5, rtol=0)
+        if given is not None:
+            assert torch.equal(ids[:, 1:], given)
+        elif top_k:
+            torch.testing.assert_close(
+                values[:, 1:].double(), exact.topk(4).values, atol=2e-5, rtol=0
+            )
+    assert max(blocks) == min(rows_at_a_time, 7) and sum(blocks) == 3 * 7
