@@ -23,11 +23,12 @@ class RolloutSource(Protocol):
     """Samples the student."""
 
     def generate(
-        self, requests: Sequence[tuple[str, Prompt]], *, temperature: float
+        self, requests: Sequence[tuple[str, Prompt]], *, temperature: float, top_k: int = 0
     ) -> AsyncIterator[Sequence[Rollout]]:
         """Yield groups of finished rollouts, in any order, for (sample_id, prompt) requests.
 
-        ``temperature`` 0 is greedy. An id that never comes back is a failed rollout.
+        ``temperature`` 0 is greedy. With ``top_k`` each comes with the sampler's top-k. An id that
+        never comes back is a failed rollout.
         """
         ...
 

@@ -6,11 +6,14 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
 from mopd.rollout.manifest import checkpoint_manifest, file_manifest, require_same_tensors
-from mopd.types import Prompt, Rollout, finish_reason
+from mopd.types import Prompt, Rollout, TopK, finish_reason
 
 _GIB = 2**30
 
@@ -101,6 +104,7 @@ class RolloutEngine:
             seed=seed,
             # mu must be the logprob of the distribution that was sampled: temperature included.
             logprobs_mode="processed_logprobs",
+            max_logprobs=-1,  # a request's own top_k is the bound
             worker_extension_cls="mopd.rollout.worker_extension.WorkerExtension",
             disable_log_stats=True,
             **memory,
@@ -113,10 +117,12 @@ class RolloutEngine:
         *,
         temperature: float,
         max_tokens: int,
+        top_k: int = 0,
     ) -> Iterator[list[Rollout]]:
         """Yield rollouts in groups as they finish, in any order; keyed by sample id.
 
-        ``temperature`` 0 is greedy (its logprobs are then of no use for training).
+        ``temperature`` 0 is greedy (its logprobs are then of no use for training). With ``top_k``
+        each rollout carries the sampler's top-k, the sampled id first.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -127,7 +133,7 @@ class RolloutEngine:
             params = SamplingParams(
                 temperature=temperature,
                 max_tokens=max_tokens,
-                logprobs=0,
+                logprobs=top_k,
                 seed=None if temperature == 0 else self._sample_seed(sample_id),
                 detokenize=False,
                 stop_token_ids=[] if self._ignore_eos else self._eos,
@@ -139,7 +145,7 @@ class RolloutEngine:
             waiting[sample_id] = prompt
         while engine.has_unfinished_requests():
             finished = [
-                self._rollout(output, waiting.pop(output.request_id))
+                self._rollout(output, waiting.pop(output.request_id), top_k)
                 for output in engine.step()
                 if output.finished
             ]
@@ -150,7 +156,7 @@ class RolloutEngine:
         digest = hashlib.blake2b(f"{self._seed}/{sample_id}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big")
 
-    def _rollout(self, output, prompt: Prompt) -> Rollout:  # type: ignore[no-untyped-def]
+    def _rollout(self, output, prompt: Prompt, top_k: int) -> Rollout:  # type: ignore[no-untyped-def]
         completion = output.outputs[0]
         ids = tuple(completion.token_ids)
         logprobs = tuple(
@@ -163,6 +169,7 @@ class RolloutEngine:
             sampler_logprobs=logprobs,
             weight_version=self.weight_version,
             finish_reason=finish_reason(completion.finish_reason),
+            topk=sampler_topk(ids, completion.logprobs, top_k) if top_k else None,
         )
 
     def logprobs(
@@ -203,3 +210,18 @@ class RolloutEngine:
                 "requests were still running during the update"
             )
         self.weight_version = version
+
+
+def sampler_topk(ids: Sequence[int], entries: Sequence[Any], top_k: int) -> TopK:
+    """vLLM's logprob dictionaries -> arrays of [R, 1 + top_k]: the sampled id, then the others.
+
+    ids: [R] sampled. entries: per position {id: entry with `.logprob`}, of the top-k and of the
+    sampled id, which may be one of them; the last slot is then unused (-1).
+    """
+    slots = np.full((len(ids), 1 + top_k), -1, dtype=np.int32)
+    values = np.zeros((len(ids), 1 + top_k), dtype=np.float32)
+    for position, (token, entry) in enumerate(zip(ids, entries, strict=True)):
+        listed = [token, *(other for other in entry if other != token)]
+        slots[position, : len(listed)] = listed
+        values[position, : len(listed)] = [entry[each].logprob for each in listed]
+    return TopK(slots, values)

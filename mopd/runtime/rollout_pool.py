@@ -33,10 +33,16 @@ class RolloutActor:
         self._engine.logprobs([([0, 1], [2, 3])])
 
     def generate(
-        self, requests: Sequence[tuple[str, Prompt]], temperature: float, max_tokens: int
+        self,
+        requests: Sequence[tuple[str, Prompt]],
+        temperature: float,
+        max_tokens: int,
+        top_k: int,
     ) -> Iterator[list[Rollout]]:
         """Groups of finished rollouts, streamed."""
-        yield from self._engine.generate(requests, temperature=temperature, max_tokens=max_tokens)
+        yield from self._engine.generate(
+            requests, temperature=temperature, max_tokens=max_tokens, top_k=top_k
+        )
 
     def logprobs(self, sequences: Sequences) -> list[list[float]]:
         return self._engine.logprobs(sequences)
@@ -69,7 +75,7 @@ class RolloutPool:
             await asyncio.gather(*(actor.build.remote(**arguments) for actor in self._actors))
 
     async def generate(
-        self, requests: Sequence[tuple[str, Prompt]], *, temperature: float
+        self, requests: Sequence[tuple[str, Prompt]], *, temperature: float, top_k: int = 0
     ) -> AsyncIterator[Sequence[Rollout]]:
         """Yield groups of finished rollouts from whichever engine has some.
 
@@ -82,7 +88,7 @@ class RolloutPool:
         async def drain(actor: Any, share: Sequence[tuple[str, Prompt]]) -> None:
             try:
                 stream = actor.generate.options(num_returns="streaming").remote(
-                    share, temperature, self._max_tokens
+                    share, temperature, self._max_tokens, top_k
                 )
                 async for reference in stream:
                     await queue.put(await reference)

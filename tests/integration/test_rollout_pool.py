@@ -72,9 +72,11 @@ class Rig:
     def do(self, awaitable: Any) -> Any:
         return self._loop.run_until_complete(awaitable)
 
-    def generate(self, requests: list[tuple[str, Prompt]], temperature: float) -> list[Rollout]:
+    def generate(
+        self, requests: list[tuple[str, Prompt]], temperature: float, top_k: int = 0
+    ) -> list[Rollout]:
         async def collect() -> list[Rollout]:
-            stream = self.pool.generate(requests, temperature=temperature)
+            stream = self.pool.generate(requests, temperature=temperature, top_k=top_k)
             return [rollout async for group in stream for rollout in group]
 
         return self.do(collect())
@@ -82,11 +84,14 @@ class Rig:
     def update(self, name: str, version: int) -> None:
         self.do(self.pool.update_weights(self.paths[name] / "model.safetensors", version))
 
-    def expected(self, name: str, rollout: Rollout, temperature: float) -> torch.Tensor:
+    def all_logprobs(self, name: str, rollout: Rollout, temperature: float) -> torch.Tensor:
         ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.response_ids]])
         with torch.no_grad():
             logits = self.models[name](ids).logits[0, :, :VALID].double() / temperature
-        logprobs = logits.log_softmax(-1)[len(rollout.prompt.token_ids) - 1 : -1]
+        return logits.log_softmax(-1)[len(rollout.prompt.token_ids) - 1 : -1]
+
+    def expected(self, name: str, rollout: Rollout, temperature: float) -> torch.Tensor:
+        logprobs = self.all_logprobs(name, rollout, temperature)
         return logprobs.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
 
     def worst(self, name: str, rollouts: list[Rollout], temperature: float) -> float:
@@ -154,6 +159,21 @@ def test_c08_sampler_logprobs_are_those_of_the_sampled_distribution(
         assert rollout.finish_reason == ("stop" if ended else "length")
         assert EOS not in rollout.response_ids[:-1]
         assert ended or len(rollout.response_ids) == 12
+
+
+def test_top_k_is_that_of_the_sampled_distribution(rig: Rig) -> None:
+    rig.update("a", 0)
+    for rollout in rig.generate(requests(8, tag="k"), 0.5, top_k=3):
+        assert rollout.topk is not None
+        ids, values = torch.tensor(rollout.topk.ids), torch.tensor(rollout.topk.logprobs)
+        full = rig.all_logprobs("a", rollout, 0.5)
+        assert ids[:, 0].tolist() == list(rollout.response_ids)
+        used = ids >= 0
+        picked = full.gather(1, ids.clamp(min=0).long())
+        assert (picked - values)[used].abs().max() < 1e-4
+        for position, best in enumerate(full.topk(3).indices.tolist()):
+            sampled = rollout.response_ids[position]
+            assert set(ids[position][used[position]].tolist()) == {sampled, *best}
 
 
 def test_c39_ids_no_tokenizer_has_are_never_sampled(rig: Rig) -> None:
