@@ -116,8 +116,8 @@ class GatheredLogprobs(torch.autograd.Function):
 
 
 def begin_backward(ctx: Any, name: str, reference: str) -> None:
-    """Refuses what cannot be: NotImplementedError under create_graph=True, RuntimeError for a second
-    run in place. Before `ctx.saved_tensors`, whose own complaint would say less."""
+    """Refuses what cannot be: NotImplementedError under create_graph=True, RuntimeError for a
+    second run in place. Before `ctx.saved_tensors`, whose own complaint would say less."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
             f"{name} has no second derivative (backward was called with create_graph=True); use "

@@ -89,3 +89,32 @@ def check_direction(direction: str, beta: float | None) -> None:
         )
     if direction != "jsd" and beta is not None:
         raise ValueError(f"beta is {beta}, which direction {direction!r} has no use for; omit it")
+
+
+def check_pair(
+    x: Tensor,
+    y: Tensor,
+    mask_N: Tensor | None,
+    width: int,
+    teacher_width: int,
+    valid_vocab: int | None,
+) -> None:
+    """Student's and teacher's rows, devices and vocabulary widths belong together."""
+    if x.dim() != 2 or y.dim() != 2 or x.shape[0] != y.shape[0]:
+        raise ValueError(
+            f"got a student of shape {tuple(x.shape)} and a teacher of {tuple(y.shape)}; expected "
+            "[N, V] logits, or [N, H] hidden states, of the same N rows"
+        )
+    if not (x.is_floating_point() and y.is_floating_point()):
+        raise ValueError(f"got {x.dtype} and {y.dtype}; expected floating-point dtypes")
+    if x.device != y.device:
+        raise ValueError(f"the student is on {x.device}, the teacher on {y.device}")
+    if valid_vocab is None and width != teacher_width:
+        raise ValueError(
+            f"the student has {width} vocabulary columns, the teacher {teacher_width}; give "
+            "valid_vocab, the size of the vocabulary they share, to leave out the padding"
+        )
+    if mask_N is not None and (mask_N.dtype != torch.bool or mask_N.shape != x.shape[:1]):
+        raise ValueError(
+            f"got mask {tuple(mask_N.shape)} {mask_N.dtype}; expected [{x.shape[0]}] bool"
+        )

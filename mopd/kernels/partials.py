@@ -9,6 +9,7 @@ Shapes: N rows. Dtype: float32, or float64 where the logits are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,11 +43,29 @@ class Partials:
 
 
 @dataclass(frozen=True, slots=True)
+class TailPartials:
+    """Per row, over this shard's valid columns that are not among the row's K listed ids."""
+
+    tail_max_N: Tensor
+    """max x; -inf where nothing finite is left."""
+    sum_exp_N: Tensor
+    """sum exp((x - max) / T)."""
+    picked_NK: Tensor
+    """x at each listed id that this shard owns, else 0."""
+    weighted_N: Tensor | None
+    """sum ((x - max) / T) exp((x - max) / T), for the entropy; None where it was not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowStats:
     """The softmax's normaliser over the whole vocabulary: p = exp((x - max) / T - log_sum)."""
 
     row_max_N: Tensor
     log_sum_N: Tensor
+
+    def rows(self, block: slice) -> RowStats:
+        """Of a block of rows."""
+        return RowStats(self.row_max_N[block], self.log_sum_N[block])
 
 
 def shift_to(partial_max_N: Tensor, sum_exp_N: Tensor, max_N: Tensor, temperature: float) -> Tensor:
@@ -75,4 +94,16 @@ def merge(a: Partials, b: Partials, temperature: float) -> Partials:
         a.target_logit_N + b.target_logit_N,
         a.owned_N + b.owned_N,
         weighted_N,
+    )
+
+
+def concatenate(blocks: Sequence[Partials]) -> Partials:
+    """Partials of consecutive blocks of rows as one."""
+    weighted = [b.weighted_N for b in blocks if b.weighted_N is not None]
+    return Partials(
+        torch.cat([b.row_max_N for b in blocks]),
+        torch.cat([b.sum_exp_N for b in blocks]),
+        torch.cat([b.target_logit_N for b in blocks]),
+        torch.cat([b.owned_N for b in blocks]),
+        torch.cat(weighted) if weighted else None,
     )
