@@ -272,6 +272,17 @@ def _free(value: Any, key: str) -> Iterator[str]:
 
 
 def _run(config: Config) -> Iterator[str]:
+    if config.ray.address is not None and config.ray.num_cpus is not None:
+        yield (
+            f"ray.num_cpus ({config.ray.num_cpus}) has no effect on a cluster that already runs "
+            f"(ray.address {config.ray.address!r}); leave one of the two out"
+        )
+    asked, _ = total_reserved(config)
+    if config.ray.num_cpus is not None and config.ray.num_cpus < asked:
+        yield (
+            f"ray.num_cpus is {config.ray.num_cpus}, but the run's processes reserve {asked:g}: "
+            f"{placement_text(config)}; raise it, or leave it out: they may share cores"
+        )
     if not _NAME.match(config.name):
         yield f"name {config.name!r} names a folder: letters, digits, '_', '-' and '.' only"
     if not config.run_dir.strip():
@@ -285,17 +296,6 @@ def _run(config: Config) -> Iterator[str]:
             f"({train.steps}): the learning rate would never be reached"
         )
     if optimizer.min_lr > optimizer.lr:
-    if config.ray.address is not None and config.ray.num_cpus is not None:
-        yield (
-            f"ray.num_cpus ({config.ray.num_cpus}) has no effect on a cluster that already runs "
-            f"(ray.address {config.ray.address!r}); leave one of the two out"
-        )
-    asked, _ = total_reserved(config)
-    if config.ray.num_cpus is not None and config.ray.num_cpus < asked:
-        yield (
-            f"ray.num_cpus is {config.ray.num_cpus}, but the run's processes reserve {asked:g}: "
-            f"{placement_text(config)}; raise it, or leave it out: they may share cores"
-        )
         yield f"student.optimizer.min_lr ({optimizer.min_lr:g}) is above lr ({optimizer.lr:g})"
 
 
