@@ -40,6 +40,8 @@ class Prompt:
     """The reference answer, where the domain's verifier wants one."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Whatever else the verifier needs (the JSONL row, the reasoning-gym entry)."""
+    difficulty: float | None = None
+    """What a curriculum sorts by, larger is harder; None unless ``prompts.difficulty`` names it."""
 
 
 @dataclass(frozen=True, slots=True)

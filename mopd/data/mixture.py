@@ -1,7 +1,10 @@
 """Which prompts a step trains on: each domain's share, exactly, and resumable.
 
-The state is how many prompts each domain has given; everything else follows from it, the seed
-and the prompts. So a resumed run draws what the uninterrupted one would have drawn.
+    weights -> how many of each domain (here) -> which ones (`mopd.data.orders`)
+    verdicts -> pass rates, retired prompts (`mopd.data.history`) -> which ones
+
+Draws are a pure function of the seed, the prompts and the state, which is small and saved with
+every checkpoint. So a resumed run draws what the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations
@@ -9,66 +12,49 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from mopd.config.schema import SamplingConfig
+from mopd.data.history import PassHistory
+from mopd.data.orders import Curriculum, Order, Shuffled
+from mopd.data.sampling import make_order, require_same_rules, resolve_rules
 from mopd.errors import ConfigError, DataError
 from mopd.types import Prompt
 
 
 @dataclass
 class _Stream:
-    """One domain's prompts in a fresh shuffled order each epoch."""
+    """One domain's prompts."""
 
     name: str
     prompts: Sequence[Prompt]
     share: Fraction
-    seed: int
-    epoch: int = 0
-    position: int = 0  # prompts of this epoch already given
-    drawn: int = 0  # prompts given in all
-    avoid: list[int] = field(default_factory=list)
-    """Indices given by the draw that opened this epoch, before it did."""
-    early: int = 0
-    """How many more that same draw took from this epoch: those are none of `avoid`."""
-    _order: list[int] = field(default_factory=list)
+    order: Order
+    history: PassHistory
+    drawn: int = 0
+    """Prompts given in all, replacements (`draw_more`) not counted: they are not of the share."""
+    held: set[int] = field(default_factory=set)
+    """What the current step has been given."""
 
-    def take(self, count: int) -> list[Prompt]:
-        taken: list[int] = []
-        order = self._epoch_order()
-        while len(taken) < count:
-            if self.position == len(order):
-                # A step may reach into the next epoch, never to a prompt it already holds:
-                # two groups of one prompt in one step would share their sample ids.
-                self.epoch += 1
-                self.position = 0
-                self.avoid, self.early = sorted(taken), count - len(taken)
-                self._order = []
-                order = self._epoch_order()
-            upto = min(len(order), self.position + count - len(taken))
-            taken += order[self.position : upto]
-            self.position = upto
-        self.drawn += count
+    def left(self) -> int:
+        """How many prompts can still be given to this step."""
+        return len(self.prompts) - len(self.held | self.history.retired)
+
+    def take(self, count: int, step: int) -> list[Prompt]:
+        assert count <= self.left()
+        taken = self.order.pick(count, self.held, self.history.retired, step)
+        self.held.update(taken)
         return [self.prompts[index] for index in taken]
 
-    def _epoch_order(self) -> list[int]:
-        if not self._order:
-            order = list(range(len(self.prompts)))
-            random.Random(f"{self.seed}/{self.name}/{self.epoch}").shuffle(order)
-            avoid = set(self.avoid)
-            fresh = [index for index in order if index not in avoid][: self.early]
-            chosen = set(fresh)
-            self._order = fresh + [index for index in order if index not in chosen]
-        return self._order
-
     def fingerprint(self) -> str:
-        """Of every prompt's id and token ids, in order."""
+        """Of every prompt's id, token ids and difficulty, in order."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
-            digest.update(json.dumps([prompt.id, prompt.token_ids]).encode() + b"\n")
+            row = [prompt.id, prompt.token_ids, prompt.difficulty]
+            digest.update(json.dumps(row).encode() + b"\n")
         return digest.hexdigest()[:32]
 
 
@@ -76,14 +62,27 @@ class Mixture:
     """Draws prompts from several domains in proportion to their weights.
 
     In every draw of n a domain of share s has floor(n*s) or ceil(n*s) prompts, whoever has fallen
-    furthest behind its share so far getting the larger number. Within an epoch of a domain no
-    prompt comes twice; each epoch has its own order.
+    furthest behind its share so far getting the larger number. No step holds a prompt twice.
+
+    When a domain has too few prompts left that are not retired for a draw, all its retired ones
+    are given back (`reopened` in the metrics, told once through `take_warnings`): a run never
+    stops for having learnt everything.
     """
 
     def __init__(
-        self, domains: Mapping[str, Sequence[Prompt]], weights: Mapping[str, float], seed: int
+        self,
+        domains: Mapping[str, Sequence[Prompt]],
+        weights: Mapping[str, float],
+        seed: int,
+        sampling: SamplingConfig | None = None,
+        total_steps: int | None = None,
     ) -> None:
-        """weights: one finite number >= 0 a domain, not all 0; a domain of weight 0 gives none."""
+        """weights: one finite number >= 0 a domain, not all 0; a domain of weight 0 gives none.
+
+        sampling: None is `SamplingConfig()`, a plain shuffle.
+        total_steps: train.steps; only the curriculum of sampling.curriculum_steps null reads it.
+        Raises ConfigError for weights, seed and sampling, DataError for the prompts.
+        """
         if set(domains) != set(weights):
             odd = sorted(set(domains) ^ set(weights))
             raise ConfigError(f"prompts and weights are for different domains: {', '.join(odd)}")
@@ -96,16 +95,29 @@ class Mixture:
         if seed < 0:
             raise ConfigError(f"seed must be 0 or more, got {seed}")
         self._seed = seed
-        self._streams = {
-            name: _Stream(name, list(prompts), Fraction(str(weights[name])) / total, seed)
-            for name, prompts in domains.items()
-        }
-        for name, stream in self._streams.items():
-            if stream.share > 0 and not stream.prompts:
+        self._rules = resolve_rules(sampling or SamplingConfig(), total_steps)
+        self._steps = 0  # draws begun
+        self._warnings: list[str] = []
+        self._places: dict[str, tuple[_Stream, int]] = {}
+        self._streams: dict[str, _Stream] = {}
+        for name, prompts in domains.items():
+            share = Fraction(str(weights[name])) / total
+            if share > 0 and not prompts:
                 raise DataError(f"domain {name!r} has no prompts to train on")
-            ids = {prompt.id for prompt in stream.prompts}
-            if len(ids) != len(stream.prompts):
-                raise DataError(f"domain {name!r} has two prompts of one id")
+            history = PassHistory(self._rules["retire_above"], self._rules["retire_after"] or 1)
+            # A domain of weight 0 is never drawn from, so it needs no difficulties either.
+            order = (
+                make_order(name, prompts, seed, history, self._rules)
+                if share > 0
+                else Shuffled(name, 0, seed)
+            )
+            stream = _Stream(name, list(prompts), share, order, history)
+            self._streams[name] = stream
+            for index, prompt in enumerate(prompts):
+                other, _ = self._places.setdefault(prompt.id, (stream, index))
+                if self._places[prompt.id] != (stream, index):
+                    where = "" if other is stream else f" (the other is of domain {other.name!r})"
+                    raise DataError(f"domain {name!r} has two prompts of one id{where}")
 
     def require_room(self, n: int) -> None:
         """DataError if a draw of `n` could need more prompts of a domain than it has."""
@@ -119,16 +131,91 @@ class Mixture:
                 )
 
     def draw(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, domains interleaved."""
+        """The next step's `n` prompts, domains interleaved."""
         if n < 1:
             raise ConfigError(f"a step draws at least 1 prompt, got {n}")
         self.require_room(n)
         counts = self._allocate(n)
         placed: list[tuple[Fraction, int, Prompt]] = []
         for rank, (name, stream) in enumerate(self._streams.items()):
-            for index, prompt in enumerate(stream.take(counts[name])):
-                placed.append((Fraction(2 * index + 1, 2 * counts[name]), rank, prompt))
+            count = counts[name]
+            stream.held.clear()
+            if stream.left() < count:
+                self._reopen(stream, count)
+            for index, prompt in enumerate(stream.take(count, self._steps)):
+                placed.append((Fraction(2 * index + 1, 2 * count), rank, prompt))
+            stream.drawn += count
+        self._steps += 1
         return [prompt for _, _, prompt in sorted(placed, key=lambda each: each[:2])]
+
+    def draw_more(self, domain: str, n: int) -> list[Prompt]:
+        """Up to `n` further prompts of one domain for the step of the last `draw`.
+
+        For dynamic sampling (DAPO): replacements do not count towards the domain's share. Fewer
+        than `n`, or none, when all others are in the step already or retired: an easy prompt is
+        no replacement for one whose answers were all alike.
+
+        Raises:
+            ConfigError: n < 1, or a domain that is unknown or has weight 0.
+        """
+        if n < 1:
+            raise ConfigError(f"draw_more draws at least 1 prompt, got {n}")
+        stream = self._streams.get(domain)
+        if stream is None or stream.share == 0:
+            known = ", ".join(repr(s.name) for s in self._streams.values() if s.share > 0)
+            raise ConfigError(f"no prompts are drawn of domain {domain!r}; those drawn: {known}")
+        count = min(n, stream.left())
+        return stream.take(count, max(0, self._steps - 1)) if count else []
+
+    def record(self, prompt_id: str, passed: int, judged: int) -> None:
+        """What the verifier said of one prompt's samples: `passed` of `judged` are right.
+
+        Samples without a verdict are not judged: a failed verifier is never a wrong answer.
+
+        Raises:
+            DataError: an id that is none of the prompts', or counts that cannot be.
+        """
+        if prompt_id not in self._places:
+            raise DataError(f"verdicts for {prompt_id!r}, which is no prompt of this run")
+        if not 0 <= passed <= judged:
+            raise DataError(
+                f"prompt {prompt_id!r}: expected 0 <= passed <= judged, got {passed} of {judged}"
+            )
+        stream, index = self._places[prompt_id]
+        stream.history.record(index, passed, judged)
+
+    def metrics(self) -> dict[str, float]:
+        """Per domain: mean of the prompts' recorded pass rates (once there is one); retired
+        prompts and reopenings if prompts are retired; the open share of a curriculum."""
+        metrics: dict[str, float] = {}
+        for name, stream in self._streams.items():
+            key, history = f"domain/{name}", stream.history
+            if (rate := history.mean_pass_rate()) is not None:
+                metrics[f"{key}/recorded_pass_rate"] = rate
+            if history.retire_above is not None:
+                metrics[f"{key}/retired"] = float(len(history.retired))
+                metrics[f"{key}/reopened"] = float(history.reopened)
+            if isinstance(stream.order, Curriculum):
+                opened = stream.order.open_count(max(0, self._steps - 1))
+                metrics[f"{key}/curriculum_open"] = opened / len(stream.prompts)
+        return metrics
+
+    def take_warnings(self) -> list[str]:
+        """What the user should be told, each thing once; empties the list."""
+        warnings, self._warnings = self._warnings, []
+        return warnings
+
+    def _reopen(self, stream: _Stream, count: int) -> None:
+        if not stream.history.reopened:
+            self._warnings.append(
+                f"domain {stream.name!r}: {len(stream.history.retired)} of its "
+                f"{len(stream.prompts)} prompts are retired (train.sampling.retire_above "
+                f"{stream.history.retire_above}), which leaves too few for the {count} of this "
+                "step; all are given back, now and whenever that happens again (metric "
+                f"domain/{stream.name}/reopened). Lower the domain's weight or add prompts if it "
+                "should not train on what it knows"
+            )
+        stream.history.reopen()
 
     def _allocate(self, n: int) -> dict[str, int]:
         """How many of each domain: integers that sum to n, each share rounded down or up."""
@@ -148,22 +235,39 @@ class Mixture:
         """Everything `load_state_dict` needs, as plain JSON."""
         return {
             "seed": self._seed,
+            "sampling": self._rules,
+            "steps": self._steps,
             "domains": {
                 name: {
                     "share": str(stream.share),
                     "prompts": stream.fingerprint(),
                     "drawn": stream.drawn,
-                    "epoch": stream.epoch,
-                    "position": stream.position,
-                    "avoid": list(stream.avoid),
-                    "early": stream.early,
+                    "held": sorted(stream.held),
+                    "order": stream.order.state_dict(),
+                    "history": stream.history.state_dict(),
                 }
                 for name, stream in self._streams.items()
             },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; DataError names the domain whose prompts or share are others."""
+        """Go on from a state.
+
+        Raises:
+            DataError: the state is of another seed, of other domains, prompts, shares or sampling
+                rules (named), or was written before there were sampling rules.
+        """
+        self._require_same(state)
+        self._steps = int(state["steps"])
+        self._warnings = []
+        for name, stream in self._streams.items():
+            each = state["domains"][name]
+            stream.drawn = int(each["drawn"])
+            stream.held = {int(index) for index in each["held"]}
+            stream.order.load_state_dict(each["order"])
+            stream.history.load_state_dict(each["history"])
+
+    def _require_same(self, state: Mapping[str, Any]) -> None:
         saved = state["domains"]
         if set(saved) != set(self._streams):
             odd = ", ".join(repr(name) for name in sorted(set(saved) ^ set(self._streams)))
@@ -175,12 +279,18 @@ class Mixture:
             raise DataError(
                 f"the checkpoint was made with seed {state['seed']}, this run has {self._seed}"
             )
+        if "sampling" not in state:
+            raise DataError(
+                "the checkpoint was made by an older version of mopd, without the state of the "
+                "sampling rules (pass counts, retired prompts, positions); go on with the version "
+                "that made it, or start a run of another name"
+            )
         for name, stream in self._streams.items():
             if saved[name]["prompts"] != stream.fingerprint():
                 raise DataError(
-                    f"domain {name!r}: its prompts are not those of the checkpoint (rows or the "
-                    "tokenizer have changed), so it cannot be known which were trained on; "
-                    "restore them, or start a run of another name"
+                    f"domain {name!r}: its prompts are not those of the checkpoint (rows, their "
+                    "difficulty or the tokenizer have changed), so it cannot be known which were "
+                    "trained on; restore them, or start a run of another name"
                 )
             if saved[name]["share"] != str(stream.share):
                 raise DataError(
@@ -188,9 +298,4 @@ class Mixture:
                     f"{saved[name]['share']} of the prompts, this run has {stream.share}; "
                     "restore domains.*.weight, or start a run of another name"
                 )
-        for name, stream in self._streams.items():
-            each = saved[name]
-            stream.drawn, stream.epoch = int(each["drawn"]), int(each["epoch"])
-            stream.position = int(each["position"])
-            stream.avoid, stream.early = [int(i) for i in each["avoid"]], int(each["early"])
-            stream._order = []
+        require_same_rules(state["sampling"], self._rules)

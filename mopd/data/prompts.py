@@ -5,22 +5,18 @@ Everything wrong with a file is reported together, each fault with its file and 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mopd.config.schema import DomainConfig
-from mopd.config.wording import kind_of, listed, nearest
+from mopd.config.schema import DomainConfig, PromptsConfig
+from mopd.config.wording import listed
+from mopd.data.rows import Row, number_at, raise_faults, read_rows
 from mopd.data.tasks import TaskItem, majority_baseline, make_items, split_items
 from mopd.data.tokens import PromptEncoder
 from mopd.errors import ConfigError, DataError
 from mopd.types import Prompt
-
-MAX_FAULTS = 20
-NEEDS_ANSWER = ("exact_match", "math_verify", "reasoning_gym")
-"""Built-in verifiers that compare with a reference answer."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +59,6 @@ class ContextLimit:
     """Tokens it needs besides: 1 for a vLLM server that scores, which must generate one."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One JSONL row after its checks."""
-
-    number: int
-    key: str  # content: what makes two rows the same prompt
-    prompt: str | list[dict[str, Any]]
-    answer: str | None
-    metadata: dict[str, Any]
-
-
 def load_domain(
     name: str, cfg: DomainConfig, tokenizer: Any, *, known_domains: Sequence[str] = ()
 ) -> DomainData:
@@ -81,6 +66,8 @@ def load_domain(
 
     JSONL rows: ``prompt`` (text) or ``messages`` (a chat; needs ``prompts.chat``), and optionally
     ``answer`` (text) and ``domain`` (must be this one); other keys become the prompt's metadata.
+    ``prompts.difficulty`` names a key that every row (or a task's every item) must have as a
+    finite number.
 
     tokenizer: a transformers tokenizer, the student's.
     known_domains: all names, for the suggestion when a row names another domain.
@@ -96,12 +83,12 @@ def load_domain(
     faults: list[str] = []
     known = [*known_domains, name]
     file = Path(cfg.prompts.jsonl)
-    rows = _read(file, name, cfg, known, faults, notes)
+    rows = read_rows(file, name, cfg, known, faults, notes)
     held_file: Path | None = None
-    held_rows: list[_Row] = []
+    held_rows: list[Row] = []
     if cfg.prompts.held_out_jsonl is not None:
         held_file = Path(cfg.prompts.held_out_jsonl)
-        held_rows = _read(held_file, name, cfg, known, faults, notes)
+        held_rows = read_rows(held_file, name, cfg, known, faults, notes)
         trained = {row.key: row.number for row in rows}
         faults += [
             f"{held_file}:{row.number}: this held-out prompt is also trained on "
@@ -109,7 +96,7 @@ def load_domain(
             for row in held_rows
             if row.key in trained
         ]
-    _raise(faults, f"domain {name!r}")
+    raise_faults(faults, f"domain {name!r}")
     if held_file is None:
         rows, held_rows = _split(rows, cfg.held_out, where)
         held_file = file
@@ -118,13 +105,15 @@ def load_domain(
         _, held_rows = _split(held_rows, cfg.held_out, where)
     places: dict[str, str] = {}
 
-    def built(chosen: Sequence[_Row], origin: Path, infix: str) -> list[Prompt]:
+    def built(chosen: Sequence[Row], origin: Path, infix: str) -> list[Prompt]:
         encoded = encoder.encode([row.prompt for row in chosen])
         result = []
         for row, (text, ids) in zip(chosen, encoded, strict=True):
             prompt_id = f"{name}/{infix}{row.number:05d}"
             places[prompt_id] = f"{origin}:{row.number}"
-            result.append(Prompt(prompt_id, name, text, ids, row.answer, row.metadata))
+            result.append(
+                Prompt(prompt_id, name, text, ids, row.answer, row.metadata, row.difficulty)
+            )
         return result
 
     infix = "held-out-" if held_file != file else ""
@@ -195,6 +184,7 @@ def _from_task(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: str)
         parts = split_items(items, cfg.held_out)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
+    difficulties = _task_difficulties(name, items, prompts)
     places: dict[str, str] = {}
     built: list[list[Prompt]] = []
     for part in parts:
@@ -203,16 +193,35 @@ def _from_task(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: str)
         for item, (text, ids) in zip(part, encoded, strict=True):
             prompt_id = f"{name}/{number[item.key]:05d}"
             places[prompt_id] = f"task {prompts.task} item {number[item.key]} ({item.key!r})"
-            made.append(Prompt(prompt_id, name, text, ids, item.answer, item.metadata))
+            difficulty = difficulties.get(item.key)
+            made.append(Prompt(prompt_id, name, text, ids, item.answer, item.metadata, difficulty))
         built.append(made)
     return _domain(name, built[0], built[1], places, notes)
+
+
+def _task_difficulties(
+    name: str, items: Sequence[TaskItem], prompts: PromptsConfig
+) -> dict[str, float]:
+    """Item key -> its difficulty; empty where ``prompts.difficulty`` is null."""
+    if prompts.difficulty is None:
+        return {}
+    found: dict[str, float] = {}
+    faults: list[str] = []
+    for number, item in enumerate(items):
+        value, fault = number_at(item.metadata["metadata"], prompts.difficulty)
+        if value is None:
+            faults.append(f"task {prompts.task} item {number} ({item.key!r}): {fault}")
+        else:
+            found[item.key] = value
+    raise_faults(faults, f"domain {name!r}: prompts.difficulty {prompts.difficulty!r}")
+    return found
 
 
 def _domain(
     name: str, train: list[Prompt], held: list[Prompt], places: dict[str, str], notes: list[str]
 ) -> DomainData:
     empty = [places[prompt.id] for prompt in (*train, *held) if not prompt.token_ids]
-    _raise([f"{place}: the prompt has no tokens" for place in empty], f"domain {name!r}")
+    raise_faults([f"{place}: the prompt has no tokens" for place in empty], f"domain {name!r}")
     baseline = None
     judged = held or train
     if all(prompt.answer is not None for prompt in judged):
@@ -222,7 +231,7 @@ def _domain(
     return DomainData(name, train, held, baseline, places, tuple(notes))
 
 
-def _split(rows: Sequence[_Row], held_out: int, where: str) -> tuple[list[_Row], list[_Row]]:
+def _split(rows: Sequence[Row], held_out: int, where: str) -> tuple[list[Row], list[Row]]:
     """By content, with the same function as tasks."""
     by_key = {row.key: row for row in rows}
     items = [TaskItem(row.key, "", "", {}) for row in rows]
@@ -231,125 +240,3 @@ def _split(rows: Sequence[_Row], held_out: int, where: str) -> tuple[list[_Row],
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     return [by_key[item.key] for item in train], [by_key[item.key] for item in held]
-
-
-def _read(
-    file: Path,
-    name: str,
-    cfg: DomainConfig,
-    known: Sequence[str],
-    faults: list[str],
-    notes: list[str],
-) -> list[_Row]:
-    """The file's different rows; what is wrong with any of them goes to `faults`."""
-    rows: dict[str, _Row] = {}
-    repeated = 0
-    start = len(faults)
-    try:
-        # Not splitlines(): JSON text may hold other characters that it takes for line ends.
-        lines = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"domain {name!r}: {file}: cannot be read ({error.strerror})") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = _row(number, line, name, cfg, known)
-        except _RowFaults as error:
-            faults += [f"{file}:{number}: {text}" for text in error.texts]
-            continue
-        first = rows.setdefault(row.key, row)
-        if first is row:
-            continue
-        repeated += 1
-        if first.answer != row.answer:
-            faults.append(
-                f"{file}:{number}: the same prompt as row {first.number} with another answer "
-                f"({row.answer!r}, there {first.answer!r})"
-            )
-    if not rows and len(faults) == start:
-        faults.append(f"{file}: no prompts in it")
-    if repeated:
-        notes.append(f"{file}: {repeated} rows repeat an earlier prompt and were dropped")
-    return list(rows.values())
-
-
-class _RowFaults(Exception):
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
-
-
-def _row(number: int, line: bytes, name: str, cfg: DomainConfig, known: Sequence[str]) -> _Row:
-    try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        row = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise _RowFaults(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
-    except (ValueError, RecursionError) as error:
-        raise _RowFaults(f"not valid JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise _RowFaults(f"expected a JSON object, got {kind_of(row)}")
-    faults = []
-    if "domain" in row and row["domain"] != name:
-        got = row["domain"]
-        hint = nearest(got, known) if isinstance(got, str) and got not in known else ""
-        faults.append(f"domain is {json.dumps(got)}, but this file is given for {name!r}{hint}")
-    if ("prompt" in row) == ("messages" in row):
-        got = "both" if "prompt" in row else "neither"
-        keys = f" (its keys: {', '.join(row)})" if got == "neither" else ""
-        faults.append(f"needs either prompt or messages, got {got}{keys}")
-    answer = row.get("answer")
-    if answer is not None and not isinstance(answer, str):
-        faults.append(f"answer should be text in quotes, got {kind_of(answer)}")
-    verifier = cfg.verifier.name if cfg.verifier else None
-    if answer is None and verifier in NEEDS_ANSWER:
-        faults.append(f"no answer, which the verifier {verifier} compares with")
-    if "prompt" in row:
-        prompt = row["prompt"]
-        if not isinstance(prompt, str) or not prompt.strip():
-            faults.append(f"prompt should be text, got {kind_of(prompt)}")
-    elif "messages" in row:
-        prompt = row["messages"]
-        if not cfg.prompts.chat:
-            faults.append(f"messages need domains.{name}.prompts.chat: true")
-        if problem := _messages_problem(prompt):
-            faults.append(problem)
-    if faults:
-        raise _RowFaults(*faults)
-    key = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
-    metadata = {k: v for k, v in row.items() if k not in ("prompt", "answer", "domain")}
-    return _Row(number, key, prompt, answer, metadata)
-
-
-def _messages_problem(messages: Any) -> str | None:
-    if not isinstance(messages, list) or not messages:
-        return f"messages should be a list of {{role, content}}, got {kind_of(messages)}"
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            return f"messages[{index}] should be {{role, content}}, got {kind_of(message)}"
-        if not isinstance(message.get("content"), str):
-            return f"messages[{index}].content should be text"
-    if messages[-1]["role"] == "assistant":
-        return "the last message is the assistant's: there is nothing left to answer"
-    return None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        twice = next(key for key, _ in pairs if [k for k, _ in pairs].count(key) > 1)
-        raise ValueError(f"the key {twice!r} is given twice")
-    return result
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _raise(faults: Sequence[str], what: str) -> None:
-    if not faults:
-        return
-    shown = list(faults[:MAX_FAULTS])
-    if len(faults) > MAX_FAULTS:
-        shown.append(f"and {len(faults) - MAX_FAULTS} more")
-    raise DataError(listed(what, shown))

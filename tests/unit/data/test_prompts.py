@@ -56,7 +56,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     def to_file(rows: Sequence[object], *, file: str = "p.jsonl", **fields: Any) -> DomainConfig:
         lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
         Path(file).write_bytes(b"\n".join(lines) + b"\n")
-        prompts = {key: fields.pop(key) for key in ("chat", "held_out_jsonl") if key in fields}
+        own = ("chat", "held_out_jsonl", "difficulty")
+        prompts = {key: fields.pop(key) for key in own if key in fields}
         fields = {"held_out": 1} | fields
         return DomainConfig(teacher="t", prompts=PromptsConfig(jsonl=file, **prompts), **fields)
 
@@ -184,6 +185,43 @@ def test_held_out_file_and_its_leaks(write: Write, plain: Any) -> None:
     write([*rows(2, 100), *rows(1, 7)], file="h.jsonl")
     message = fault(cfg, plain)
     assert "h.jsonl:3: this held-out prompt is also trained on (p.jsonl:8)" in message
+
+
+def test_difficulties_of_rows(write: Write, plain: Any) -> None:
+    given = [row | {"level": n / 2, "name": "x"} for n, row in enumerate(rows(6))]
+    data = load_domain("math", write(given, held_out=2, difficulty="level"), plain)
+    found = {p.id: p.difficulty for p in (*data.train, *data.held_out)}
+    assert found == {f"math/{n + 1:05d}": n / 2 for n in range(6)}
+    plain_data = load_domain("math", write(given, held_out=2), plain)
+    assert all(p.difficulty is None for p in plain_data.train)
+    message = fault(write(given, difficulty="levle"), plain)
+    assert "p.jsonl:1: no 'levle' to take the difficulty from; did you mean 'level'?" in message
+
+
+@pytest.mark.parametrize("value", ["3", True, None, [1], b"1e999", b"1" + b"0" * 400])
+def test_a_difficulty_that_is_no_finite_number_is_named(
+    write: Write, plain: Any, value: object
+) -> None:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    row = b'{"prompt": "a", "level": ' + text + b"}"
+    good = [each | {"level": 1} for each in rows(3)]
+    message = fault(write([*good, row], difficulty="level"), plain)
+    assert message.startswith("domain 'math': p.jsonl:4: level should be a finite number (the diff")
+
+
+def test_difficulties_of_a_task(plain: Any) -> None:
+    prompts = PromptsConfig(task="rotate_matrix", size=20, difficulty="num_rotations")
+    data = load_domain("turn", DomainConfig(teacher="t", prompts=prompts, held_out=4), plain)
+    every = (*data.train, *data.held_out)
+    assert {p.difficulty for p in every} == {
+        float(p.metadata["metadata"]["num_rotations"]) for p in every
+    }
+    prompts.difficulty = "matrix"  # a list
+    with pytest.raises(DataError, match="'matrix' .20 problems.(.|\n)*task rotate_matrix item 0 "):
+        load_domain("turn", DomainConfig(teacher="t", prompts=prompts, held_out=4), plain)
+    prompts.difficulty = "rotations"
+    with pytest.raises(DataError, match="no 'rotations' to take.*did you mean 'num_rotations'"):
+        load_domain("turn", DomainConfig(teacher="t", prompts=prompts, held_out=4), plain)
 
 
 def test_a_task(plain: Any) -> None:
