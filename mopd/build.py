@@ -9,18 +9,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mopd.config.checks import config_warnings, require_valid
 from mopd.config.model_files import ModelLimits, hub_cache_folder, read_model_limits
 from mopd.config.placement import placement_text, total_reserved
-from mopd.config.schema import Config
+from mopd.config.schema import Config, DomainConfig
+from mopd.data.evaluation_sets import as_domain, load_set
 from mopd.data.mixture import Mixture
 from mopd.data.prompts import ContextLimit, DomainData, check_lengths, load_domain
 from mopd.data.verifier_check import check_verifiers
-from mopd.errors import ConfigError, ModelError
+from mopd.errors import ConfigError, DataError, ModelError
+from mopd.evaluation.leaks import describe_leaks, find_leaks
 from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
 from mopd_teachers.errors import TeacherError as ServerError
@@ -46,6 +48,8 @@ class Prepared:
     eos_token_ids: tuple[int, ...]
     probe: Sequence[tuple[list[int], list[int]]]
     warnings: tuple[str, ...] = ()
+    sets: Mapping[str, DomainData] = field(default_factory=dict)
+    """Held-out sets beside the domains' own: general ones and benchmarks."""
 
     @property
     def valid_vocab(self) -> int:
@@ -57,8 +61,36 @@ class Prepared:
         return mixture_of(self.config, self.domains)
 
     def held_out(self) -> dict[str, Sequence[Prompt]]:
-        """Domain -> prompts never trained on."""
-        return {name: data.held_out for name, data in self.domains.items()}
+        """Domain or further set -> prompts never trained on."""
+        return {name: data.held_out for name, data in {**self.domains, **self.sets}.items()}
+
+    def domain_of(self, name: str) -> str | None:
+        """The domain that a held-out set measures (a domain measures itself); None: a general set,
+        which has no teacher."""
+        benchmark = self.config.evaluation.benchmarks.get(name)
+        return benchmark.domain if benchmark else name if name in self.domains else None
+
+    def domain_sets(self) -> dict[str, list[str]]:
+        """Domain -> the sets whose mean is its score."""
+        own = {name: [name] for name in self.domains}
+        for name, benchmark in self.config.evaluation.benchmarks.items():
+            assert benchmark.domain is not None
+            own[benchmark.domain].append(name)
+        return own
+
+    def judged(self) -> dict[str, DomainConfig]:
+        """Domain or further set -> its prompts' and verifier's configuration."""
+        evaluation = self.config.evaluation
+        further = {**evaluation.general, **evaluation.benchmarks}
+        return {**self.config.domains, **{name: as_domain(each) for name, each in further.items()}}
+
+    def majority(self) -> dict[str, float]:
+        """Domain or further set -> what always giving its most frequent answer scores."""
+        return {
+            name: data.majority_baseline
+            for name, data in {**self.domains, **self.sets}.items()
+            if data.majority_baseline is not None
+        }
 
     def tokenized(self) -> list[tuple[str, list[int]]]:
         """Texts of this run (and one of many kinds of characters) with the student's ids."""
@@ -70,8 +102,11 @@ class Prepared:
         """Teacher -> tokens its context must hold: its longest sample and the one token that a
         scoring server must generate."""
         longest: dict[str, int] = {}
-        for name, data in self.domains.items():
-            teacher = self.config.domains[name].teacher
+        for name, data in {**self.domains, **self.sets}.items():
+            domain = self.domain_of(name)
+            if domain is None:
+                continue  # a general set: no teacher sees it
+            teacher = self.config.domains[domain].teacher
             own = max(len(p.token_ids) for p in (*data.train, *data.held_out))
             needed = own + self.config.rollout.max_response_tokens + 1
             longest[teacher] = max(needed, longest.get(teacher, 0))
@@ -117,14 +152,16 @@ def prepare(config: Config) -> Prepared:
         name: load_domain(name, domain, tokenizer, known_domains=list(config.domains))
         for name, domain in config.domains.items()
     }
+    sets = load_sets(config, tokenizer)
+    everything = {**domains, **sets}
     check_lengths(
-        domains, config.rollout.max_response_tokens, context_limits(config, limits, local_teachers)
+        everything,
+        config.rollout.max_response_tokens,
+        context_limits(config, limits, local_teachers),
     )
-    check_verifiers(config.domains, {n: d.held_out or d.train for n, d in domains.items()})
-    mixture_of(config, domains).require_room(config.train.prompts_per_step)
-    prompts = [p.token_ids for data in domains.values() for p in (*data.train, *data.held_out)]
+    prompts = [p.token_ids for data in everything.values() for p in (*data.train, *data.held_out)]
     response = config.rollout.max_response_tokens
-    return Prepared(
+    prepared = Prepared(
         config=config,
         tokenizer=tokenizer,
         limits=limits,
@@ -139,8 +176,46 @@ def prepare(config: Config) -> Prepared:
             len(tokenizer),
             config.seed,
         ),
-        warnings=tuple(config_warnings(config)),
+        warnings=(*config_warnings(config), *leak_warnings(domains, sets)),
+        sets=sets,
     )
+    check_verifiers(prepared.judged(), {n: d.held_out or d.train for n, d in everything.items()})
+    prepared.mixture().require_room(config.train.prompts_per_step)
+    return prepared
+
+
+def load_sets(config: Config, tokenizer: Any) -> dict[str, DomainData]:
+    """The general sets and the benchmarks, none of which is trained on."""
+    return {
+        name: load_set(f"evaluation.{kind}.{name}", name, each, tokenizer)
+        for kind in ("general", "benchmarks")
+        for name, each in getattr(config.evaluation, kind).items()
+    }
+
+
+def leak_warnings(domains: Mapping[str, DomainData], sets: Mapping[str, DomainData]) -> list[str]:
+    """Held-out items that are trained on in other words' case; equal ones are refused.
+
+    Raises:
+        DataError: a further set holds prompts that are trained on, with both rows.
+    """
+    everything = {**domains, **sets}
+    places = {id: place for data in everything.values() for id, place in data.places.items()}
+    held_out = {name: data.held_out for name, data in everything.items()}
+    leaks = find_leaks({name: data.train for name, data in domains.items()}, held_out)
+    refused = [leak for leak in leaks if leak.exact and leak.held_out.domain in sets]
+    if refused:
+        raise DataError(
+            f"{len(refused)} evaluation items are trained on, so that their score would say "
+            f"nothing; take them out of one of the two:\n  {describe_leaks(refused, places)}"
+        )
+    if not leaks:
+        return []
+    total = sum(map(len, held_out.values()))
+    return [
+        f"{len(leaks)} of {total} held-out items are trained on, by content:\n  "
+        + describe_leaks(leaks, places)
+    ]
 
 
 def mixture_of(config: Config, domains: Mapping[str, DomainData]) -> Mixture:
@@ -192,7 +267,9 @@ def context_limits(
             except ModelError as error:
                 raise ModelError(f"teachers.{name}.model: {error}") from error
         if tokens is not None:
-            reads = frozenset(d for d, domain in config.domains.items() if domain.teacher == name)
+            own = {d for d, domain in config.domains.items() if domain.teacher == name}
+            benchmarks = config.evaluation.benchmarks.items()
+            reads = frozenset(own | {b for b, each in benchmarks if each.domain in own})
             limits.append(ContextLimit(f"teacher {name}", tokens, reads, reserved=1))
     return limits
 

@@ -2,7 +2,7 @@
 
 Splits are made by content within one file or task, so what is left to find is between files: a
 benchmark whose questions are in a training file, one domain's held-out prompt in another domain's
-training set, or the same question with other capitals or blanks.
+training set, or the same question and answer with other capitals or blanks.
 """
 
 from __future__ import annotations
@@ -29,20 +29,24 @@ class Leak:
 def find_leaks(
     training: Mapping[str, Sequence[Prompt]], sets: Mapping[str, Sequence[Prompt]]
 ) -> list[Leak]:
-    """Every held-out item whose text is a training prompt's; of several prompts an exact one."""
-    trained: dict[str, Prompt] = {}
+    """Every held-out item whose text is a training prompt's, in the order of `sets`.
+
+    Texts that are equal up to case, width and blanks count where the reference answers are equal:
+    where case makes another answer ("spell Morgan", "spell morgan") it makes another question.
+    """
     exact: dict[str, Prompt] = {}
+    alike: dict[tuple[str, str | None], Prompt] = {}
     for prompts in training.values():
         for prompt in prompts:
-            trained.setdefault(plain_text(prompt.text), prompt)
             exact.setdefault(prompt.text, prompt)
+            alike.setdefault((plain_text(prompt.text), prompt.answer), prompt)
     leaks = []
     for prompts in sets.values():
         for prompt in prompts:
-            found = exact.get(prompt.text)
-            same = found or trained.get(plain_text(prompt.text))
-            if same is not None:
-                leaks.append(Leak(prompt, same, found is not None))
+            same = exact.get(prompt.text)
+            found = same or alike.get((plain_text(prompt.text), prompt.answer))
+            if found is not None:
+                leaks.append(Leak(prompt, found, same is not None))
     return leaks
 
 
