@@ -10,12 +10,35 @@ import math
 
 import pytest
 import torch
+from objective_cases import objective
 from torch import Tensor
 
-from mopd.objective.mopd_loss import TokenInputs, mopd_loss
+from mopd.objective.inputs import StepTotals, TokenInputs
+from mopd.objective.loss import objective_loss
 from mopd.objective.orm import group_advantages
+from mopd.objective.stats import TokenStats
 
 WIDE = {"icepop_low": 0.0, "icepop_high": math.inf, "advantage_clip": 0.0}
+
+
+def mopd_loss(
+    student_BT: Tensor,
+    sampler_BT: Tensor,
+    teacher_BT: Tensor,
+    mask_BT: Tensor,
+    orm_B: Tensor,
+    sequences: int,
+    *,
+    icepop_low: float = 0.5,
+    icepop_high: float = 5.0,
+    advantage_clip: float = 5.0,
+) -> tuple[Tensor, TokenStats]:
+    config = objective(
+        teacher={"clip": advantage_clip}, truncation={"low": icepop_low, "high": icepop_high}
+    )
+    inputs = TokenInputs(mask_BT, sampler_BT, orm_B, teacher_logprobs_BT=teacher_BT)
+    totals = StepTotals(float(mask_BT.sum()), sequences, sequences)
+    return objective_loss(student_BT, inputs, config, totals)
 
 
 def enumerated_loss(
@@ -28,18 +51,13 @@ def enumerated_loss(
     """Loss over all V one-token answers; the mean over them is under a uniform mu by default."""
     size = student_logp_V.shape[0]
     uniform = torch.full((size,), -math.log(size), dtype=torch.float64)
-    inputs = TokenInputs(
+    loss, _ = mopd_loss(
+        student_logp_V.unsqueeze(1),
         (uniform if sampler_logp_V is None else sampler_logp_V).unsqueeze(1),
         teacher_logp_V.unsqueeze(1),
         torch.ones(size, 1, dtype=torch.bool),
         torch.zeros(size, dtype=torch.float64) if orm_V is None else orm_V,
-    )
-    loss, _ = mopd_loss(
-        student_logp_V.unsqueeze(1),
-        inputs,
-        denominator="response",
-        aggregation="sequence",
-        num_sequences=size,
+        size,
         **{**WIDE, **options},
     )
     return loss
@@ -72,12 +90,8 @@ def test_2_leaving_the_advantage_attached_changes_the_gradient():
     """The stop-gradient is felt: with A attached there is w * dA = -w more per token."""
     student = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([[-0.5, -2.5]], dtype=torch.float64)
-    inputs = TokenInputs(
-        student.detach(), teacher, torch.ones(1, 2, dtype=torch.bool), torch.zeros(1)
-    )
-    loss, _ = mopd_loss(
-        student, inputs, denominator="response", aggregation="sequence", num_sequences=1, **WIDE
-    )
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, _ = mopd_loss(student, student.detach(), teacher, mask, torch.zeros(1), 1, **WIDE)
     (grad,) = torch.autograd.grad(loss, student)
     (attached,) = torch.autograd.grad(-((teacher - student) * student).sum() / 2, student)
     torch.testing.assert_close(grad, -(teacher - student).detach() / 2, rtol=0, atol=1e-15)
@@ -156,16 +170,8 @@ def _assert_stationary(model: TinyModel, ids: Tensor, teacher_shift: int) -> Non
         teacher = model.response_logprobs(ids, prompt=2, shift=teacher_shift)
     mask = torch.ones(student.shape, dtype=torch.bool)
     mask[0, 1:] = False  # a one-token response among longer ones (C06: every batch shape)
-    inputs = TokenInputs(student.detach(), teacher, mask, torch.zeros(len(ids)))
     loss, stats = mopd_loss(
-        student,
-        inputs,
-        icepop_low=0.5,
-        icepop_high=5.0,
-        advantage_clip=5.0,
-        denominator="response",
-        aggregation="sequence",
-        num_sequences=len(ids),
+        student, student.detach(), teacher, mask, torch.zeros(len(ids)), len(ids)
     )
     (grad,) = torch.autograd.grad(loss, model.table)
     assert stats.advantage_BT.abs().max() < 1e-9
@@ -217,18 +223,13 @@ def test_6_two_domains_converge_each_to_its_own_teacher():
     teachers = torch.randn(2, 5, generator=generator, dtype=torch.float64).log_softmax(1)
 
     def loss_of(parameters: Tensor) -> Tensor:
-        inputs = TokenInputs(
+        loss, _ = mopd_loss(
+            parameters.log_softmax(1).reshape(10, 1),
             torch.full((10, 1), -math.log(5), dtype=torch.float64),
             teachers.reshape(10, 1),
             torch.ones(10, 1, dtype=torch.bool),
             torch.zeros(10, dtype=torch.float64),
-        )
-        loss, _ = mopd_loss(
-            parameters.log_softmax(1).reshape(10, 1),
-            inputs,
-            denominator="response",
-            aggregation="sequence",
-            num_sequences=10,
+            10,
             **WIDE,
         )
         return loss
@@ -244,11 +245,9 @@ def test_c15_three_token_vocabulary():
     theta, teacher = table(1, size=3)
     p = theta.detach().softmax(0)
     logp = theta.log_softmax(0).unsqueeze(1)
-    inputs = TokenInputs(
-        logp.detach(), teacher.unsqueeze(1), torch.ones(3, 1, dtype=torch.bool), torch.zeros(3)
-    )
+    mask = torch.ones(3, 1, dtype=torch.bool)
     loss, stats = mopd_loss(
-        logp, inputs, denominator="response", aggregation="sequence", num_sequences=3, **WIDE
+        logp, logp.detach(), teacher.unsqueeze(1), mask, torch.zeros(3), 3, **WIDE
     )
     advantage = stats.advantage_BT.squeeze(1)
     assert not advantage.requires_grad
