@@ -12,7 +12,8 @@ CONFIG ?= configs/quickstart.yaml
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make quickstart  set up, then distil three teachers into one student (CONFIG=$(CONFIG))"
+	@echo "make quickstart  set up, then distil three teachers into one student (CONFIG=$(CONFIG),"
+	@echo "                 ARGS=overwrite=true to do it again, ARGS='key=value --plain ...')"
 	@echo "make test        set up, then ruff, mypy and every test that is not marked slow"
 	@echo "make test-slow   the tests that are marked slow"
 	@echo "make lint        set up, then ruff and mypy"
@@ -29,7 +30,7 @@ setup:
 	@$(PYTHON) tools/setup_env.py
 
 quickstart: setup
-	$(BIN)/mopd train $(CONFIG) resume=true
+	$(BIN)/mopd train $(CONFIG) $(if $(findstring overwrite=true,$(ARGS)),,resume=true) $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from mopd.build import Prepared
-from mopd.checkpoints import Checkpoint, find_checkpoints, save_checkpoint
-from mopd.config.load import load_config, save_config
-from mopd.config.schema import Config
+from mopd.checkpoints import Checkpoint, save_checkpoint
+from mopd.config.load import save_config
 from mopd.errors import ConfigError
 from mopd.evaluation.evaluators import HeldOutEvaluator
 from mopd.evaluation.items import Answers
@@ -33,14 +29,17 @@ from mopd.observe.progress import Progress
 from mopd.observe.transcripts import TranscriptWriter
 from mopd.observe.versions import write_versions
 from mopd.protocols import Evaluator, Observer
+from mopd.run_dir import run_folder
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
+from mopd.runtime.leftovers import remove_stale_weights
 from mopd.runtime.rollout_pool import RolloutPool
 from mopd.runtime.startup import Startup
 from mopd.runtime.student_group import StudentGroup
 from mopd.runtime.teacher_fleet import TeacherFleet
+from mopd.stopping import LeavableEvaluation, StopOnSignal, StoppedInEvaluation
 from mopd.types import ScoredSample
-from mopd.weight_sync.publish import VerifiedWeightSync
+from mopd.weight_sync.publish import VerifiedWeightSync, transfer_directory
 
 
 @dataclass(frozen=True)
@@ -55,63 +54,6 @@ class Outcome:
     report: Path | None
 
 
-MARKERS = ("config.yaml", "versions.json")
-"""Files that every run's folder has; a folder without them is somebody else's."""
-
-FIXED_ON_RESUME = ("seed", "student.model", "student.dtype", "rollout", "teachers", "domains")
-"""Parts of the configuration that recorded answers and checkpoints depend on."""
-
-
-def open_run_dir(config: Config) -> tuple[Path, Checkpoint | None]:
-    """The run's folder, and the checkpoint to go on from.
-
-    Raises:
-        ConfigError: the folder holds a run and neither `resume` nor `overwrite` was asked for, or
-            it holds something else, or a run of another configuration, or cannot be written.
-    """
-    run_dir = Path(config.run_dir) / config.name
-    if config.resume and config.overwrite:
-        raise ConfigError("resume=true and overwrite=true contradict each other; give one of them")
-    try:
-        started = (run_dir / "metrics.jsonl").exists() or bool(find_checkpoints(run_dir))
-        if run_dir.exists() and any(run_dir.iterdir()):
-            if not all((run_dir / name).exists() for name in MARKERS):
-                raise ConfigError(
-                    f"{run_dir} is not empty and not a run's folder (it has no {MARKERS[0]} and "
-                    f"{MARKERS[1]}); give this run another name=... or run_dir=..."
-                )
-            if config.overwrite or not started:
-                shutil.rmtree(run_dir)
-            elif not config.resume:
-                raise ConfigError(
-                    f"{run_dir} already holds a run; go on with it by resume=true, replace it by "
-                    "overwrite=true, or give this one another name=..."
-                )
-            else:
-                require_same_run(run_dir, config)
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"run_dir: {run_dir} cannot be used ({error})") from error
-    checkpoints = find_checkpoints(run_dir)
-    return run_dir, checkpoints[-1] if checkpoints else None
-
-
-def require_same_run(run_dir: Path, config: Config) -> None:
-    """Refuse to mix two runs' answers.
-
-    Raises:
-        ConfigError: naming what differs between the folder's configuration and this one.
-    """
-    before = load_config([run_dir / MARKERS[0]])
-    changed = [key for key in FIXED_ON_RESUME if attrgetter(key)(before) != attrgetter(key)(config)]
-    if changed:
-        raise ConfigError(
-            f"{run_dir} cannot be resumed with another {', '.join(changed)}: its recorded answers "
-            "and checkpoints were made with the one in its config.yaml; give this run another "
-            "name=..., or replace that one by overwrite=true"
-        )
-
-
 def run_training(prepared: Prepared, progress: Progress) -> Outcome:
     """Run `mopd train`; see the module's text.
 
@@ -119,7 +61,13 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
         MopdError: anything wrong that a user can mend; its text says what and how.
         KeyboardInterrupt: stopped a second time, or before the first step.
     """
-    run_dir, checkpoint = open_run_dir(prepared.config)
+    with run_folder(prepared.config, progress.warn) as (run_dir, checkpoint):
+        return _run_in(prepared, progress, run_dir, checkpoint)
+
+
+def _run_in(
+    prepared: Prepared, progress: Progress, run_dir: Path, checkpoint: Checkpoint | None
+) -> Outcome:
     result = run_dir / "retention.json"
     if checkpoint and checkpoint.step >= prepared.config.train.steps and result.exists():
         progress.note(f"{run_dir} is finished; overwrite=true runs it again, more train.steps on")
@@ -133,6 +81,7 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
     result.unlink(missing_ok=True)  # of fewer steps than this run will have
     save_config(prepared.config, run_dir / "config.yaml")
     write_versions(run_dir)
+    remove_stale_weights(transfer_directory())
     for text in prepared.warnings:
         progress.warn(text)
     for name, data in prepared.domains.items():
@@ -276,9 +225,14 @@ class System:
             progress.begin(first_step)
             stop.finish_step_first = True
             observer = RunObserver(progress, metrics, transcripts, self._teachers, self._prepared)
-            done = await train(
-                self.parts(evaluator, observer, lambda: stop.requested), config, first_step
-            )
+            leavable = LeavableEvaluation(evaluator, stop)
+            parts = self.parts(leavable, observer, lambda: stop.requested)
+            try:
+                done = await train(parts, config, first_step)
+            except StoppedInEvaluation as stopped:
+                done = stopped.step
+                progress.stage("checkpoint")
+                await self._checkpoint(done)
             stop.finish_step_first = False
             if done == config.train.steps:
                 progress.stage("evaluate student")
@@ -405,35 +359,6 @@ class RunObserver:
 
     def warn(self, text: str) -> None:
         self._progress.warn(text)
-
-
-class StopOnSignal:
-    """SIGINT and SIGTERM: the first asks the loop to stop, or ends what is not the loop."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self.requested = False
-        self.finish_step_first = False
-        """True while the loop runs: a step in hand is worth finishing and saving."""
-
-    def __enter__(self) -> StopOnSignal:
-        self._task = asyncio.current_task()
-        self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.add_signal_handler(number, self._on_signal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._loop.remove_signal_handler(number)
-
-    def _on_signal(self) -> None:
-        if self.finish_step_first and not self.requested:
-            self.requested = True
-            self._progress.note("stopping: finishing this step and saving; again to stop at once")
-        elif self._task is not None:
-            self._progress.note("stopping now")
-            self._task.cancel()
 
 
 async def _all_or_first_error(*parts: Any) -> None:

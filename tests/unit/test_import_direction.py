@@ -29,7 +29,7 @@ RANKS: dict[str, int] = {
         ("data", "rollout", "student", "weight_sync", "evaluation", "observe", "checkpoints"), 2
     ),
     "loop": 2,
-    **dict.fromkeys(("build", "runtime", "run", "cli", "__main__"), 3),
+    **dict.fromkeys(("build", "runtime", "run", "run_dir", "stopping", "cli", "__main__"), 3),
 }
 """Every component of mopd (a folder or a module directly under it) and its row, from 0."""
 
