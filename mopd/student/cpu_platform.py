@@ -144,12 +144,18 @@ def install() -> bool:
 
 
 def _mend_missing_transformer_engine() -> None:
-    """megatron-core 0.16.1 reads ``te_general_gemm`` even when importing it failed (on any
-    platform); its own code takes None for 'not there'."""
+    """What megatron-core 0.16.1 gets wrong on any platform that lacks Transformer Engine.
+
+    It reads ``te_general_gemm`` even when importing it failed (its own code takes None for 'not
+    there'), and latent attention believes the engine is there and asks for instances of None.
+    """
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not isinstance(multi_latent_attention.TELinear, type):
+        multi_latent_attention.HAVE_TE = False
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 from mopd.config.schema import StudentConfig
 from mopd.errors import ConfigError
 from mopd.student import cpu_platform
+from mopd.student.attention import SelfAttentionCore
 from mopd.student.families.base import Family, Slot
+from mopd.student.packing import Whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,16 +61,21 @@ def _platform_kwargs(fused: bool) -> dict[str, Any]:
 
 def transformer_config(family: Family, config: StudentConfig) -> Any:
     """Megatron's TransformerConfig; raises ConfigError for an unknown dtype."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import (
+        MLATransformerConfig,
+        TransformerConfig,
+    )
 
     if config.dtype not in DTYPES:
         raise ConfigError(
             f"student.dtype is {config.dtype!r}; expected one of {', '.join(DTYPES)}."
         )
     dtype, parallel = DTYPES[config.dtype], config.parallel
+    kwargs = family.transformer_kwargs()
+    latent = kwargs.get("multi_latent_attention", False)
     with cpu_platform.quiet_build():
-        return TransformerConfig(
-            **family.transformer_kwargs(),
+        return (MLATransformerConfig if latent else TransformerConfig)(
+            **kwargs,
             **_platform_kwargs(use_transformer_engine()),
             activation_func=F.silu,
             attention_dropout=0.0,
@@ -82,6 +90,8 @@ def transformer_config(family: Family, config: StudentConfig) -> Any:
             expert_tensor_parallel_size=parallel.etp,
             sequence_parallel=parallel.tp > 1,
             moe_token_dispatcher_type="alltoall",
+            # An expert bias is a buffer, which Megatron moves after each step at this rate.
+            moe_router_bias_update_rate=config.router_bias_update_rate,
             # Micro-batches differ in length; stages tell each other the shape.
             variable_seq_lengths=parallel.pp > 1,
         )
@@ -99,13 +109,15 @@ def _layer_spec(megatron: Any) -> Any:
         spec.layer_norm = RMSNorm
         for layer in spec.layer_specs:
             attention = layer.submodules.self_attention.submodules
+            attention.core_attention = SelfAttentionCore
             for holder, name in (
                 (layer.submodules, "input_layernorm"),
                 (layer.submodules, "pre_mlp_layernorm"),
                 (attention, "q_layernorm"),
                 (attention, "k_layernorm"),
+                (attention, "kv_layernorm"),
             ):
-                if getattr(holder, name) is not IdentityOp:
+                if getattr(holder, name, IdentityOp) is not IdentityOp:
                     setattr(holder, name, RMSNorm)
     return spec
 
@@ -131,14 +143,22 @@ def build(family: Family, config: StudentConfig, vocabulary: int) -> Any:
             position_embedding_type="rope",
             rotary_base=family.rope_theta,
             parallel_output=True,
+            **family.gpt_kwargs(),
         )
     if not cpu_platform.on_cpu():
         model.cuda(torch.cuda.current_device())
     return model
 
 
+def state(model: Any) -> dict[str, Tensor]:
+    """What of this rank belongs into a checkpoint, by Megatron name: the parameters, and the
+    routers' expert biases, which Megatron keeps as buffers."""
+    biases = {n: b for n, b in model.named_buffers() if n.endswith(".router.expert_bias")}
+    return dict(model.named_parameters()) | biases
+
+
 def slots(model: Any, family: Family) -> dict[str, Slot]:
-    """Where each parameter of this rank comes from, by Megatron name."""
+    """Where each tensor of `state` comes from, by Megatron name."""
     from megatron.core import parallel_state as ps
 
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
@@ -146,7 +166,16 @@ def slots(model: Any, family: Family) -> dict[str, Slot]:
     first_expert = (
         ps.get_expert_model_parallel_rank() * experts // ps.get_expert_model_parallel_world_size()
     )
-    return {name: family.slot(name, layers, first_expert) for name, _ in model.named_parameters()}
+    shapes = family.shapes()
+    found = {}
+    for name, tensor in state(model).items():
+        slot = family.slot(name, layers, first_expert)
+        if len(slot.hf) == 1 and tuple(tensor.shape) == shapes[slot.hf[0]]:
+            # Nothing is cut, whatever the family says: Transformer Engine's layers keep the down
+            # projections of latent attention whole, the local ones cut them.
+            slot = replace(slot, packing=Whole())
+        found[name] = slot
+    return found
 
 
 def mark_experts(model: Any, slots_: dict[str, Slot]) -> None:
@@ -172,6 +201,6 @@ def freeze_routers(model: Any) -> list[str]:
         if ".router." in name:
             parameter.requires_grad_(False)
             names.append(name)
-    # An expert bias is a buffer, moved by Megatron after each step at this rate.
+    # Nor may their expert biases be moved.
     model.config.moe_router_bias_update_rate = 0.0
     return names

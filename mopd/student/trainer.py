@@ -137,7 +137,6 @@ class StudentRank:
         self._dp, self._dp_rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
         # One rank of each data-parallel share speaks for it when results are added up.
         self._speaks = self._last_stage and ps.get_tensor_model_parallel_rank() == 0
-        self._masks: dict[int, Tensor] = {}
 
     # -- training -----------------------------------------------------------------------------
 
@@ -237,9 +236,7 @@ class StudentRank:
         def forward(iterator: Iterator[_Microbatch], ddp: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
             rows = batch.rows
-            output = ddp(
-                rows.input_ids_BS, rows.position_ids_BS, self._mask(rows.input_ids_BS.shape[1])
-            )
+            output = ddp(rows.input_ids_BS, rows.position_ids_BS, None)
             return output, lambda logits_BSV: on_logits(batch, logits_BSV)
 
         return get_forward_backward_func()(
@@ -252,14 +249,6 @@ class StudentRank:
             micro_batch_size=len(plans[0].rows[0]),
             forward_only=forward_only,
         )
-
-    def _mask(self, length: int) -> Tensor:
-        """[1, 1, S, S] causal mask, True where attention is not allowed. Right padding needs no
-        more: no real token comes after a padded one."""
-        if length not in self._masks:
-            ones = torch.ones(1, 1, length, length, dtype=torch.bool, device=self.device)
-            self._masks[length] = ones.triu(1)
-        return self._masks[length]
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -360,7 +349,7 @@ class StudentRank:
     # -- small helpers ------------------------------------------------------------------------
 
     def _parameters(self) -> dict[str, Tensor]:
-        return dict(self.model.named_parameters())
+        return model.state(self.model)
 
     def _main_parameters(self) -> dict[str, Tensor]:
         """All parameters, the trained ones in the precision the optimizer keeps them."""

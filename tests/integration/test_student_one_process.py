@@ -17,9 +17,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "student"))
 
 from student_harness import Context, launch, require_passed  # noqa: E402
-from student_tiny import PAD, VALID, VOCAB, make_checkpoint, make_samples  # noqa: E402
+from student_tiny import (  # noqa: E402
+    KINDS,
+    PAD,
+    VALID,
+    VOCAB,
+    make_checkpoint,
+    make_samples,
+)
 
-KINDS = ("moe", "mixed", "dense", "tied")
 SAMPLES = make_samples(6)
 SEQUENCES = [(s.prompt_ids, s.response_ids) for s in SAMPLES]
 
@@ -70,12 +76,26 @@ def logprobs_equal_transformers(c: Context) -> None:
         student.close()
 
 
+def round_trip(c: Context) -> None:
+    """Import -> export returns every bit, expert biases included, in the checkpoint's names."""
+    from safetensors.torch import load_file
+
+    for kind in KINDS:
+        student = c.student(kind, world=1)
+        shapes = student.export(c.folder / "round_trip.safetensors")
+        student.close()
+        source = load_file(c.folder / kind / "model.safetensors")
+        exported = load_file(c.folder / "round_trip.safetensors")
+        assert exported.keys() == source.keys() == shapes.keys(), kind
+        assert all(exported[name].equal(source[name]) for name in source), kind
+
+
 def gradients_equal_the_formula(c: Context) -> None:
     """MATH 1 written out over transformers' own autograd, at T = 0.7, some tokens dropped."""
     from safetensors.torch import load_file
 
     temperature, low, high, clip = 0.7, 0.5, 2.0, 0.5
-    for kind in ("moe", "tied"):
+    for kind in ("moe", "tied", "mixtral", "deepseek"):
         model = transformers_model(c.folder / kind)
         loss, kept, clipped, tokens = 0.0, 0, 0, 0
         samples = []
@@ -118,9 +138,9 @@ def gradients_equal_the_formula(c: Context) -> None:
             objective={"icepop_low": low, "icepop_high": high, "advantage_clip": clip},
         )
         got_loss, _ = student._forward_backward(samples)
-        assert got_loss == pytest.approx(float(loss.detach()), abs=1e-6)
+        assert got_loss == pytest.approx(float(loss.detach()), abs=3e-6), kind
         got = student.gradients()
-        trained = {name for name in expected if not name.endswith("mlp.gate.weight")}
+        trained = {name for name in expected if ".gate." not in name}
         assert got.keys() == trained
         for name in trained:
             scale = expected[name].abs().max().item()
@@ -294,33 +314,23 @@ def not_finite(c: Context) -> None:
 
 def expert_bias_stays(c: Context) -> None:
     """C30: a router that has an expert bias keeps it through steps that would move it."""
-    from mopd.student.families import FAMILIES
-    from mopd.student.families.qwen3_moe import Qwen3Moe
-
-    class WithBias(Qwen3Moe):
-        def transformer_kwargs(self) -> dict[str, Any]:
-            return super().transformer_kwargs() | {
-                "moe_router_score_function": "sigmoid",
-                "moe_router_enable_expert_bias": True,
-                "moe_router_bias_update_rate": 1e-2,
-            }
-
-    FAMILIES["qwen3_moe"] = WithBias
     moved = []
-    for freeze in (False, True):
-        student = c.student("moe", world=1, freeze_routers=freeze)
-        biases = {n: b for n, b in student.model.named_buffers() if n.endswith("expert_bias")}
-        assert len(biases) == 2
-        for bias in biases.values():
-            bias.normal_()
-        before = {n: b.clone() for n, b in biases.items()}
+    for options in (
+        {"freeze_routers": False, "router_bias_update_rate": 1e-2},
+        {"freeze_routers": False},
+        {"optimizer": {"weight_decay": 0.1}},
+    ):
+        student = c.student("deepseek", world=1, **options)
+        name = "model.layers.1.mlp.gate."
+        before = student.weights.collect(student._parameters())
         for step in range(3):
             student.step(SAMPLES[:2], step)
-        moved.append([not b.equal(before[n]) for n, b in biases.items()])
+        after = student.weights.collect(student._parameters())
+        parts = ("weight", "e_score_correction_bias")
+        moved.append([not after[name + part].equal(before[name + part]) for part in parts])
         student.close()
-    FAMILIES["qwen3_moe"] = Qwen3Moe
-    # The first line shows that the update is real where it is not frozen.
-    assert moved == [[True, True], [False, False]]
+    # The first lines show that both would move where they are not held.
+    assert moved == [[True, True], [True, False], [False, False]]
 
 
 def unfrozen_routers_train(c: Context) -> None:
@@ -443,6 +453,7 @@ def wrong_checkpoints(c: Context) -> None:
 
 CASES = [
     logprobs_equal_transformers,
+    round_trip,
     gradients_equal_the_formula,
     batch_equals_solo,
     teacher_equal_to_student,

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from mopd.errors import ModelError
 from mopd.student.families.base import Family
+from mopd.student.families.deepseek_v3 import DeepseekV3
+from mopd.student.families.llama import Llama
+from mopd.student.families.mixtral import Mixtral
 from mopd.student.families.qwen3 import Qwen3
 from mopd.student.families.qwen3_moe import Qwen3Moe
 
-FAMILIES: dict[str, type[Family]] = {"qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
+FAMILIES: dict[str, type[Family]] = {
+    "deepseek_v3": DeepseekV3,
+    "llama": Llama,
+    "mixtral": Mixtral,
+    "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
+}
 
 
 def family_of(model_type: str, where: str) -> type[Family]:

@@ -108,6 +108,7 @@ def _work(
                 (folder / f"{case.__name__}.{rank}.failed").write_text(traceback.format_exc())
                 if world > 1:  # the ranks are out of step now
                     raise
+                _leave_groups()
                 continue
             took = time.monotonic() - start
             (folder / f"{case.__name__}.{rank}.passed").write_text(f"{took:.1f}s")
@@ -116,6 +117,16 @@ def _work(
     except BaseException:
         (folder / f"failure.{rank}").write_text(traceback.format_exc())
         raise
+
+
+def _leave_groups() -> None:
+    """What a case that failed before `close` left behind, so that the next one can start."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def launch(world: int, folder: Path, cases: list[Case], setup: Case | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from student_tiny import hf_config, make_checkpoint
+from student_tiny import KINDS, hf_config, make_checkpoint
 
 from mopd.config.schema import ParallelConfig, StudentConfig
 from mopd.errors import ConfigError, ModelError
@@ -18,6 +18,13 @@ from mopd.student.parallel import check_layout
 from mopd.student.trainer import _open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def change(moe: Path) -> Callable[[Callable[[Tensors], None]], StudentConfig]:
 
 
 def test_good_checkpoints_open(tmp_path: Path) -> None:
-    for kind in ("moe", "mixed", "dense", "tied"):
+    for kind in KINDS:
         folder = make_checkpoint(tmp_path / kind, kind)
         family, source = _open_checkpoint(StudentConfig(model=str(folder)))
         assert family.shapes() == source.shapes
@@ -114,8 +121,8 @@ def test_tied_head_stored_beside_the_embedding(tmp_path: Path) -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(ModelError, match=r"'llama' cannot be trained; known are qwen3, qwen3_moe"):
-        family_of("llama", "some/folder")
+    with pytest.raises(ModelError, match=r"'gpt2' cannot be trained; known are deepseek_v3, llama"):
+        family_of("gpt2", "some/folder")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +136,21 @@ def test_unknown_family() -> None:
         (
             "dense",
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
-            "only the default kind",
+            "only the default and the llama3 kind",
         ),
+        ("llama", {"mlp_bias": True}, "mlp_bias is True"),
+        (
+            "llama3",
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}},
+            "low_freq_factor 2.0; only 1.0",
+        ),
+        ("mixtral", {"sliding_window": 64}, "sliding_window is 64; only None"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok 1 is not implemented"),
+        ("deepseek", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("deepseek", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05"),
+        ("deepseek", {"topk_group": 4}, "twice as many experts as groups"),
+        ("deepseek", {"n_shared_experts": 0}, "n_shared_experts is 0"),
+        ("yarn", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "and yarn, with"),
     ],
 )
 def test_settings_that_are_not_implemented(kind: str, override: dict, text: str) -> None:
