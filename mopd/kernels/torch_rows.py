@@ -97,7 +97,8 @@ def write_gradient(
         scale_n = torch.where(owned_N[part], scale_N[part], 0.0)
         work_nV.scatter_add_(1, place_N[part].unsqueeze(1), scale_n.unsqueeze(1))
         if not in_place:
-            out_NV[part, : columns.valid] = work_nV
+            # by index, torch does not convert on its own
+            out_NV[part, : columns.valid] = work_nV.to(out_NV.dtype)
 
 
 def zero_dead_rows(out_NV: Tensor, live_N: Tensor) -> None:
