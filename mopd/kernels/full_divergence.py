@@ -18,9 +18,7 @@ Shapes: N rows, V columns of this rank's vocabulary shard, H hidden size, [n, c]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,71 +33,12 @@ from mopd.kernels.checks import (
     check_temperature,
     shard_columns,
 )
-from mopd.kernels.head import Head, HeadGradient, column_blocks, row_blocks
-from mopd.kernels.pair_partials import PairPartials, PairStats, PairSums, merge_pairs
-from mopd.kernels.partials import Columns, RowStats
+from mopd.kernels.head import Head, HeadGradient, row_blocks
+from mopd.kernels.pair_partials import PairPartials, PairStats, merge_pairs
+from mopd.kernels.pair_sides import PairOptions, PairSides, tile_columns
+from mopd.kernels.partials import RowStats
+from mopd.kernels.torch_rows import accumulator_dtype
 from mopd.kernels.vocab_parallel import all_reduced
-
-
-class PairBackend(Protocol):
-    """What `torch_pairs` and `triton_pairs` both are."""
-
-    def pair_partials(
-        self,
-        a_NV: Tensor,
-        b_NV: Tensor,
-        live_N: Tensor,
-        *,
-        a_temperature: float,
-        b_temperature: float,
-        columns: Columns,
-        weighted: bool,
-    ) -> PairPartials: ...
-
-    def jsd_sums(
-        self,
-        x_NV: Tensor,
-        y_NV: Tensor,
-        live_N: Tensor,
-        student: RowStats,
-        teacher: RowStats,
-        *,
-        temperature: float,
-        teacher_temperature: float,
-        columns: Columns,
-        beta: float,
-    ) -> PairSums: ...
-
-    def write_pair_gradient(
-        self,
-        x_NV: Tensor,
-        y_NV: Tensor,
-        live_N: Tensor,
-        stats: PairStats,
-        grad_N: Tensor,
-        out_NV: Tensor,
-        *,
-        direction: str,
-        beta: float,
-        temperature: float,
-        teacher_temperature: float,
-        columns: Columns,
-    ) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    backend: PairBackend
-    direction: str
-    beta: float
-    temperature: float
-    teacher_temperature: float
-    columns: Columns
-    group: dist.ProcessGroup | None
-    inplace_backward: bool
-    student_dtype: torch.dtype | None
-    teacher_dtype: torch.dtype | None
-    reduce_hidden_grad: bool
 
 
 def full_divergence(
@@ -148,7 +87,7 @@ def full_divergence(
     if inplace_backward and isinstance(student, Head):
         raise ValueError("inplace_backward=True needs student logits; a Head has none to overwrite")
     live_N = torch.ones(rows, dtype=torch.bool, device=x.device) if mask_N is None else mask_N
-    options = _Options(
+    options = PairOptions(
         backend_module("pairs", backend, x.device.type),
         direction,
         0.0 if beta is None else float(beta),
@@ -191,9 +130,9 @@ class FullDivergence(torch.autograd.Function):
         y: Tensor,
         teacher_weight: Tensor | None,
         live_N: Tensor,
-        options: _Options,
+        options: PairOptions,
     ) -> Tensor:
-        sides = _Sides(x, weight, y, teacher_weight, live_N, options)
+        sides = PairSides(x, weight, y, teacher_weight, live_N, options)
         value_N, stats = _combine(sides)
         ctx.save_for_backward(
             x,
@@ -218,8 +157,8 @@ class FullDivergence(torch.autograd.Function):
         x_max_N, x_log_N, y_max_N, y_log_N, mean_N = numbers
         if weight is not None:  # a dead row may hold NaN, and 0 * NaN would reach d_weight
             x = x.masked_fill(~live_N.unsqueeze(1), 0.0)
-        options: _Options = ctx.options
-        sides = _Sides(x.detach(), weight, y, teacher_weight, live_N, options)
+        options: PairOptions = ctx.options
+        sides = PairSides(x.detach(), weight, y, teacher_weight, live_N, options)
         stats = PairStats(RowStats(x_max_N, x_log_N), RowStats(y_max_N, y_log_N), mean_N)
         if weight is None:
             out_NV = x.detach() if options.inplace_backward else torch.empty_like(x)
@@ -244,74 +183,13 @@ class FullDivergence(torch.autograd.Function):
         return grad_NH, gradient.weight_VH, None, None, None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Sides:
-    """Both distributions as tiles of logits."""
-
-    x: Tensor
-    weight: Tensor | None
-    y: Tensor
-    teacher_weight: Tensor | None
-    live_N: Tensor
-    options: _Options
-
-    def columns(self) -> Iterator[slice]:
-        """The valid columns: whole where both are logits already, else in blocks."""
-        valid = self.options.columns.valid
-        if self.weight is None and self.teacher_weight is None:
-            return iter([slice(0, valid)])
-        return column_blocks(self.x.shape[0], valid, self.x.device.type)
-
-    def tiles(self) -> Iterator[tuple[slice, slice]]:
-        """(rows, columns) of every tile, columns inside."""
-        rows = self.x.shape[0]
-        if self.weight is None and self.teacher_weight is None:
-            yield slice(0, rows), slice(0, self.options.columns.valid)
-            return
-        for block in row_blocks(rows):
-            for part in self.columns():
-                yield block, part
-
-    def student(self, block: slice, part: slice) -> Tensor:
-        if self.weight is None:
-            return self.x[block, part]
-        return Head(self.x, self.weight, self.options.student_dtype).tile(block, part)
-
-    def teacher(self, block: slice, part: slice) -> Tensor:
-        if self.teacher_weight is None:
-            return self.y[block, part]
-        return Head(self.y, self.teacher_weight, self.options.teacher_dtype).tile(block, part)
-
-    def write_gradient(
-        self, stats: PairStats, grad_N: Tensor, block: slice, part: slice, out_nc: Tensor
-    ) -> None:
-        options = self.options
-        options.backend.write_pair_gradient(
-            self.student(block, part),
-            self.teacher(block, part),
-            self.live_N[block],
-            stats.rows(block),
-            grad_N[block].contiguous(),
-            out_nc,
-            direction=options.direction,
-            beta=options.beta,
-            temperature=options.temperature,
-            teacher_temperature=options.teacher_temperature,
-            columns=_tile_columns(part),
-        )
-
-
-def _tile_columns(part: slice) -> Columns:
-    return Columns(0, part.stop - part.start)
-
-
-def _combine(sides: _Sides) -> tuple[Tensor, PairStats]:
+def _combine(sides: PairSides) -> tuple[Tensor, PairStats]:
     """([N] divergences, the numbers the backward needs), equal on every rank of the group."""
     options, live_N = sides.options, sides.live_N
     forward = options.direction == "forward"
     temperatures = options.temperature, options.teacher_temperature
     a_temperature, b_temperature = temperatures[::-1] if forward else temperatures
-    dtype = torch.promote_types(_wide(sides.x), _wide(sides.y))
+    dtype = torch.promote_types(accumulator_dtype(sides.x), accumulator_dtype(sides.y))
     whole = PairPartials.nothing(live_N, dtype)
     for block, part in sides.tiles():
         a_nc, b_nc = sides.student(block, part), sides.teacher(block, part)
@@ -323,7 +201,7 @@ def _combine(sides: _Sides) -> tuple[Tensor, PairStats]:
             live_N[block],
             a_temperature=a_temperature,
             b_temperature=b_temperature,
-            columns=_tile_columns(part),
+            columns=tile_columns(part),
             weighted=options.direction != "jsd",
         )
         merged = merge_pairs([whole.rows(block), partials], a_temperature, b_temperature)
@@ -343,17 +221,13 @@ def _combine(sides: _Sides) -> tuple[Tensor, PairStats]:
             teacher.rows(block),
             temperature=options.temperature,
             teacher_temperature=options.teacher_temperature,
-            columns=_tile_columns(part),
+            columns=tile_columns(part),
             beta=options.beta,
         )
         sums_SN[0, block] += sums.value_N
         sums_SN[1, block] += sums.mean_N
     all_reduced(sums_SN, dist.ReduceOp.SUM, options.group)
     return sums_SN[0], PairStats(student, teacher, sums_SN[1])
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _reduce(
