@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "mopd: a process of the run has died (a student rank, rollout engine or teacher "
                 "supervisor); most often the machine ran out of memory. What Ray knows:\n"
                 f"{error}\nThe last checkpoint, if there is one, is intact: resume=true goes on.",
+                *getattr(error, "__notes__", ()),
+                sep="\n",
                 file=sys.stderr,
             )
             return 1

@@ -62,7 +62,11 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
         KeyboardInterrupt: stopped a second time, or before the first step.
     """
     with run_folder(prepared.config, progress.warn) as (run_dir, checkpoint):
-        return _run_in(prepared, progress, run_dir, checkpoint)
+        try:
+            return _run_in(prepared, progress, run_dir, checkpoint)
+        except Exception as error:
+            error.add_note(f"What each process printed: {run_dir / 'logs'}")
+            raise
 
 
 def _run_in(
@@ -142,10 +146,12 @@ class System:
         config = prepared.config
         layout, student_config = config.student.parallel, config.student
         startup = Startup(progress.waiting, progress.note)
-        judge = JudgePool(config.domains, prepared.decode)
+        logs = (run_dir / "logs").resolve()
+        logs.mkdir(parents=True, exist_ok=True)
+        judge = JudgePool(config.domains, prepared.decode, logs)
         teachers = TeacherFleet(
             config,
-            run_dir / "logs",
+            logs,
             host=host,
             needed_tokens=prepared.teacher_tokens(),
             tokenized=prepared.tokenized(),
@@ -168,6 +174,7 @@ class System:
             teachers.start(startup),
             engines.build(
                 startup,
+                log_dir=logs,
                 model=Path(student_config.model),
                 config=config.rollout,
                 dtype=student_config.dtype,
@@ -179,6 +186,7 @@ class System:
             ),
             student.build(
                 startup,
+                log_dir=logs,
                 config=student_config,
                 objective=config.objective,
                 domains=list(config.domains),

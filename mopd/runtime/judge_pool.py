@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import ray
 
 from mopd.config.schema import DomainConfig
 from mopd.data.verifiers import build_verifier
 from mopd.protocols import VerifierFailed
+from mopd.runtime.logs import write_output_to
 from mopd.types import Prompt, Rollout, Verdict
 
 _CHUNK_S = 0.2
@@ -25,7 +27,10 @@ Outcome = tuple[str, Verdict | VerifierFailed]
 class JudgeActor:
     """Builds the domains' verifiers and runs them one answer after another."""
 
-    def __init__(self, domains: Mapping[str, DomainConfig], working_directory: str) -> None:
+    def __init__(
+        self, domains: Mapping[str, DomainConfig], working_directory: str, log: Path | None
+    ) -> None:
+        write_output_to(log)
         os.chdir(working_directory)  # a user's `package.module:function` is found from there
         sys.path.insert(0, working_directory)
         self._verifiers = {
@@ -61,15 +66,21 @@ class JudgePool:
     """`mopd.protocols.Judge`: a deadline for every verdict, a fresh worker after each miss."""
 
     def __init__(
-        self, domains: Mapping[str, DomainConfig], decode: Callable[[Sequence[int]], str]
+        self,
+        domains: Mapping[str, DomainConfig],
+        decode: Callable[[Sequence[int]], str],
+        log_dir: Path | None = None,
     ) -> None:
+        """log_dir: an absolute folder for what verifiers print; None leaves it to Ray."""
+        self._log = log_dir and log_dir / "verifiers.log"
         self._domains = {n: d for n, d in domains.items() if d.verifier is not None}
         self._decode = decode
         self._lock = asyncio.Lock()  # one batch at a time, or waiting would eat the deadline
         self._actor = self._start()
 
     def _start(self):  # type: ignore[no-untyped-def]
-        return JudgeActor.options(num_cpus=1).remote(self._domains, os.getcwd())  # type: ignore[attr-defined]
+        options = JudgeActor.options(num_cpus=1)  # type: ignore[attr-defined]
+        return options.remote(self._domains, os.getcwd(), self._log)
 
     async def ready(self) -> None:
         """Returns once every verifier is built."""

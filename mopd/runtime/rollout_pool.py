@@ -13,6 +13,7 @@ from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
 from mopd.protocols import Sequences
 from mopd.rollout.engine import engine_environment
+from mopd.runtime.logs import write_output_to
 from mopd.runtime.startup import Startup
 from mopd.types import Prompt, Rollout
 
@@ -21,8 +22,9 @@ from mopd.types import Prompt, Rollout
 class RolloutActor:
     """One engine. The class it wraps knows nothing of Ray."""
 
-    def build(self, **arguments: Any) -> None:
+    def build(self, log: Path | None, **arguments: Any) -> None:
         """Load the model and run one short batch, which compiles what the first batch would."""
+        write_output_to(log)
         from mopd.rollout.engine import RolloutEngine
 
         self._engine = RolloutEngine(**arguments)
@@ -69,10 +71,20 @@ class RolloutPool:
             for _ in range(config.engines)
         ]
 
-    async def build(self, startup: Startup, **arguments: Any) -> None:
-        """Start every engine; returns when all have answered a first batch."""
+    async def build(
+        self, startup: Startup, *, log_dir: Path | None = None, **arguments: Any
+    ) -> None:
+        """Start every engine; returns when all have answered a first batch.
+
+        log_dir: an absolute folder for what the engines print; None leaves it to Ray.
+        """
         with startup.waiting(f"rollout engine ({len(self._actors)})"):
-            await asyncio.gather(*(actor.build.remote(**arguments) for actor in self._actors))
+            await asyncio.gather(
+                *(
+                    actor.build.remote(log_dir and log_dir / f"rollout-engine-{i}.log", **arguments)
+                    for i, actor in enumerate(self._actors)
+                )
+            )
 
     async def generate(
         self, requests: Sequence[tuple[str, Prompt]], *, temperature: float, top_k: int = 0

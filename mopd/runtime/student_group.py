@@ -11,6 +11,7 @@ import ray
 
 from mopd.protocols import Sequences
 from mopd.runtime.cluster import LOOPBACK
+from mopd.runtime.logs import write_output_to
 from mopd.runtime.ports import free_port
 from mopd.runtime.startup import Startup
 from mopd.types import TrainSample
@@ -25,8 +26,9 @@ class StudentActor:
         host = LOOPBACK if loopback else ray.util.get_node_ip_address()
         return host, free_port(host)
 
-    def build(self, **arguments: Any) -> None:
+    def build(self, log: Path | None, **arguments: Any) -> None:
         """Join the process group and build this rank's shard of the model."""
+        write_output_to(log)
         from mopd.student.trainer import StudentRank
 
         self._rank = StudentRank(**arguments)
@@ -53,13 +55,19 @@ class StudentGroup:
             for _ in range(world_size)
         ]
 
-    async def build(self, startup: Startup, **arguments: Any) -> None:
-        """Build every rank; returns when all of them hold their weights."""
+    async def build(
+        self, startup: Startup, *, log_dir: Path | None = None, **arguments: Any
+    ) -> None:
+        """Build every rank; returns when all of them hold their weights.
+
+        log_dir: an absolute folder for what the ranks print; None leaves it to Ray.
+        """
         world_size = len(self._actors)
         with startup.waiting(f"student ({world_size} ranks)"):
             host, port = await self._actors[0].address.remote(self._loopback)
             await self._all(
                 lambda rank, actor: actor.build.remote(
+                    log_dir and log_dir / f"student-rank-{rank}.log",
                     rank=rank,
                     world_size=world_size,
                     master_addr=host,

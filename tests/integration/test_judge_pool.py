@@ -14,9 +14,12 @@ from mopd.protocols import VerifierFailed
 from mopd.types import Prompt, Rollout, Verdict
 
 VERIFIER = """
-import os, time
+import os, sys, time
 
 def judge(prompt, answer):
+    print("asked about", answer)
+    if answer == "exit":
+        sys.exit()
     if answer == "hang":
         time.sleep(3600)
     if answer == "die":
@@ -25,7 +28,7 @@ def judge(prompt, answer):
         raise RuntimeError("no idea")
     return answer == prompt.answer
 """
-WORDS = ["right", "wrong", "hang", "die", "raise"]
+WORDS = ["right", "wrong", "hang", "die", "raise", "exit"]
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +60,23 @@ def test_c18_hanging_and_crashing_verifiers_cost_their_own_sample_only(
         "d": DomainConfig(teacher="t", verifier=verifier),
         "without": DomainConfig(teacher="t"),
     }
-    asked = ["right", "hang", "wrong", "die", "raise", "right"]
+    asked = ["right", "hang", "wrong", "die", "raise", "right", "exit"]
 
     async def scenario() -> dict[str, Verdict | VerifierFailed]:
-        pool = JudgePool(domains, lambda ids: WORDS[ids[0]])
+        pool = JudgePool(domains, lambda ids: WORDS[ids[0]], tmp_path)
         await pool.ready()
         batch = [*rollouts(asked), *rollouts(["right"], "without")]
-        first = dict(await pool.judge(batch[:6]))
+        first = dict(await pool.judge(batch[:7]))
         assert await pool.judge(rollouts(["right"], "without")) == {}
         again = await pool.judge(rollouts(["right", "wrong"]))
         assert [v.correct for v in again.values() if isinstance(v, Verdict)] == [True, False]
         return first
 
     outcomes = asyncio.run(scenario())
-    assert list(outcomes) != [] and set(outcomes) == {f"s{i}" for i in range(6)}
+    assert list(outcomes) != [] and set(outcomes) == {f"s{i}" for i in range(7)}
     verdicts = {k: v.correct for k, v in outcomes.items() if isinstance(v, Verdict)}
     assert verdicts == {"s0": True, "s2": False, "s5": True}
     assert "no verdict" in outcomes["s1"] and "no idea" in outcomes["s4"]  # type: ignore[operator]
     assert "ended" in outcomes["s3"]  # type: ignore[operator]
+    assert "SystemExit" in outcomes["s6"]  # type: ignore[operator]
+    assert "asked about hang" in (tmp_path / "verifiers.log").read_text()
