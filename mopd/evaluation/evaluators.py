@@ -1,4 +1,4 @@
-"""Base, teachers and student answer every domain's held-out prompts, greedily.
+"""Base, teachers and student answer every held-out set, greedily, during a training run.
 
 Whoever answers, the same verifier judges, and the answers are kept in the run directory so that
 an interrupted run does not ask again:
@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mopd.errors import ModelError, TeacherError
-from mopd.evaluation.items import Answers, ItemResult
+from mopd.evaluation.items import Answers, ItemResult, item_result
 from mopd.protocols import Judge, RolloutSource, VerifierFailed
 from mopd.types import Prompt, Rollout, Verdict
 
@@ -24,14 +24,17 @@ TeacherAnswers = Callable[[str, Sequence[tuple[str, Prompt]]], Awaitable[Sequenc
 
 
 class HeldOutEvaluator:
-    """Greedy accuracy on held-out prompts, per domain.
+    """Greedy accuracy on held-out prompts, per set.
 
     Args:
-        held_out: domain -> prompts never trained on. A domain without a verifier is answered
-            too; its results say that nothing judged them.
+        held_out: set -> prompts never trained on. A set without a verifier is answered too; its
+            results say that nothing judged them.
+        teacher_answers: asked with the domain whose teacher is meant.
         record: called as ``record(step, who, domain, correct=, score=, n=)`` for every new result,
             with who one of base, teacher, student; writes evaluations.jsonl.
         progress: called as ``progress(who, answered, all)`` while answers come in.
+        domain_of: set -> the domain that it measures; None: a general set, which has no teacher.
+        decode: response ids -> text; None keeps no texts.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class HeldOutEvaluator:
         run_dir: Path,
         record: Callable[..., None],
         progress: Callable[[str, int, int], None] = lambda who, done, total: None,
+        domain_of: Callable[[str], str | None] = lambda name: name,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._held_out = held_out
         self._rollouts = rollouts
@@ -51,6 +56,7 @@ class HeldOutEvaluator:
         self._run_dir = run_dir
         self._record_line = record
         self._progress = progress
+        self._domain_of, self._decode = domain_of, decode
 
     async def evaluate_student(self, step: int) -> Mapping[str, float]:
         """Answer with the weights the rollout engines hold now; domain -> exact-match rate.
@@ -78,19 +84,27 @@ class HeldOutEvaluator:
         return await self._answers("student", step, requests, ask)
 
     async def teacher_answers(self) -> Answers:
-        """Every teacher on its own domain; asked only if not in the run directory."""
+        """Every teacher on the sets of its own domains; asked only if not in the run directory."""
         requests = {
             f"eval:teacher:{prompt.id}": prompt
-            for prompts in self._held_out.values()
+            for prompts in self._sets("teacher").values()
             for prompt in prompts
         }
 
         async def ask() -> AsyncIterator[Sequence[Rollout]]:
-            for domain, prompts in self._held_out.items():
+            for name, prompts in self._sets("teacher").items():
+                domain = self._domain_of(name)
+                assert domain is not None
                 pairs = [(f"eval:teacher:{prompt.id}", prompt) for prompt in prompts]
                 yield await self._teacher_answers(domain, pairs)
 
         return await self._answers("teacher", 0, requests, ask)
+
+    def _sets(self, who: str) -> Mapping[str, Sequence[Prompt]]:
+        """The held-out sets that `who` answers."""
+        if who != "teacher":
+            return self._held_out
+        return {n: p for n, p in self._held_out.items() if self._domain_of(n) is not None}
 
     async def _answers(
         self,
@@ -114,19 +128,12 @@ class HeldOutEvaluator:
                 f"evaluation of the {who}: {len(missing)} of {len(requests)} held-out prompts got "
                 f"no answer, the first is {missing[0]}; nothing was recorded, run it again"
             )
-        answers: Answers = {domain: [] for domain in self._held_out}
+        answers: Answers = {name: [] for name in self._sets(who)}
         for key, prompt in requests.items():
-            outcome = outcomes.get(key)
+            outcome, rollout = outcomes.get(key), rollouts[key]
             verdict = outcome if isinstance(outcome, Verdict) else None
-            answers[prompt.domain].append(
-                ItemResult(
-                    item_id=prompt.id,
-                    correct=None if verdict is None else verdict.correct,
-                    score=None if verdict is None else verdict.score,
-                    response_tokens=len(rollouts[key].response_ids),
-                    finish_reason=rollouts[key].finish_reason,
-                )
-            )
+            text = None if self._decode is None else self._decode(rollout.response_ids)
+            answers[prompt.domain].append(item_result(prompt, rollout, verdict, text))
         self._record(who, step, answers)
         return answers
 
@@ -147,7 +154,7 @@ class HeldOutEvaluator:
             answers = {d: [ItemResult(**item) for item in items] for d, items in stored.items()}
         except (ValueError, TypeError) as error:
             raise ModelError(f"{path}: damaged ({error}); remove it to evaluate again") from error
-        now = {domain: {p.id for p in prompts} for domain, prompts in self._held_out.items()}
+        now = {name: {p.id for p in prompts} for name, prompts in self._sets(who).items()}
         if {d: {item.item_id for item in items} for d, items in answers.items()} != now:
             raise ModelError(
                 f"{path}: answers to other held-out prompts than the configuration gives now; "

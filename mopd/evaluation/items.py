@@ -6,7 +6,9 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from mopd.types import Prompt, Rollout, Verdict
 
 Role = Literal["base", "teacher", "student"]
 Measure = Literal["correct", "score"]
@@ -38,6 +40,8 @@ class ItemResult:
     """Empty or cut off: there is no whole answer to judge."""
     lenient: bool | None = None
     """Right, or the reference stands somewhere in the answer (`holds_reference`)."""
+    response_ids: Sequence[int] | None = None
+    """[R] ids as they were generated, the end-of-sequence id included."""
 
 
 Answers = dict[str, list[ItemResult]]
@@ -45,6 +49,23 @@ Answers = dict[str, list[ItemResult]]
 
 Results = Mapping[str, Mapping[str, Sequence[ItemResult]]]
 """role -> set -> the role's answers to that set's items."""
+
+
+def item_result(
+    prompt: Prompt, rollout: Rollout, verdict: Verdict | None, text: str | None
+) -> ItemResult:
+    """What is kept of one answer; `verdict` None: it was not judged, `text` None: not decoded."""
+    correct = None if verdict is None else verdict.correct
+    return ItemResult(
+        item_id=prompt.id,
+        correct=correct,
+        score=None if verdict is None else verdict.score,
+        response_tokens=len(rollout.response_ids),
+        finish_reason=rollout.finish_reason,
+        response=text,
+        **seen_in_answer(text, rollout.response_ids, rollout.finish_reason, correct, prompt.answer),
+        response_ids=list(rollout.response_ids),
+    )
 
 
 def repetition(tokens: Sequence[object]) -> float:
@@ -78,7 +99,7 @@ def seen_in_answer(
     finish_reason: str,
     correct: bool | None,
     reference: str | None,
-) -> dict[str, float | bool | None]:
+) -> dict[str, Any]:
     """The fields ``repetition``, ``format_error`` and ``lenient`` of an `ItemResult`.
 
     Args:
