@@ -180,18 +180,25 @@ def test_the_resolved_configuration_can_be_run_again(more_domains: Path) -> None
     assert load_config([more_domains / "config.yaml"]).train.steps == 4
 
 
-@pytest.mark.parametrize("how", ["terminal", "terminate"])
+@pytest.mark.parametrize("how", ["terminal in a step", "terminate in an evaluation"])
 def test_ctrl_c_saves_leaves_nothing_behind_and_resumes(tmp_path: Path, how: str) -> None:
     def metrics() -> list[dict[str, Any]]:
         path = tmp_path / "stop/metrics.jsonl"
         return json_lines(path) if path.exists() else []
 
-    run = MopdProcess(arguments(tmp_path, "stop", "train.steps=500"), tmp_path / "first.log")
+    in_a_step = how == "terminal in a step"
+    often = [] if in_a_step else ["evaluation.every=2"]
+    size = 40 if in_a_step else 1000  # an evaluation of some seconds
+    run = MopdProcess(
+        arguments(tmp_path, "stop", "train.steps=500", *often, held_out=size),
+        tmp_path / "first.log",
+    )
     try:
         run.wait_until(lambda: len(metrics()) >= 2, 400)
-        if how == "terminal":
+        if in_a_step:
             run.interrupt_as_a_terminal()
         else:
+            run.wait_until(lambda: "evaluate student: " in run.text(), 60)
             run.process.send_signal(signal.SIGTERM)
         assert run.wait(120) == 130, run.text()
         assert run.left_over() == []
@@ -199,8 +206,12 @@ def test_ctrl_c_saves_leaves_nothing_behind_and_resumes(tmp_path: Path, how: str
         run.end()
     done = metrics()[-1]["step"]
     assert "resume=true" in run.text()
+    assert ("leaving this evaluation" in run.text()) == (not in_a_step)
     assert (tmp_path / f"stop/checkpoints/step_{done:06d}").is_dir()
-    if how == "terminate":
+    logs = {path.name for path in (tmp_path / "stop/logs").iterdir()}
+    assert {"student-rank-0.log", "student-rank-1.log", "rollout-engine-0.log"} <= logs
+    if not in_a_step:
+        assert done == 2  # not one step more
         return
     last = f"train.steps={done + 2}"
     run_mopd(arguments(tmp_path, "stop", last, "resume=true"), tmp_path / "second.log")
