@@ -72,8 +72,8 @@ def objective_loss(
         beta_BT = config.teacher.weight * weight_B.unsqueeze(1) * batch.kept_BT
         loss = loss + (beta_BT * divergence_BT).sum()
         size_BT = size_BT + (beta_BT * divergence_BT.detach()).abs()
-    if bool(batch.broken_BT.any()):
-        loss = loss * math.nan
+    # A tensor, not an if: asking would wait for the accelerator.
+    loss = loss * torch.where(batch.broken_BT.any(), math.nan, 1.0)
 
     return loss, TokenStats(
         reverse_kl_BT=batch.reverse_kl_BT,
@@ -123,7 +123,7 @@ class _Batch:
         if self.teacher_BT is not None:
             self.reverse_kl_BT = self.student_BT.detach() - self.teacher_BT
         self.advantage_BT = self._advantage(config)
-        self.broken_BT = self._broken()
+        self.broken_BT = self._broken(config)
 
     def clean(self, values_BT: Tensor | None) -> Tensor | None:
         """Detached float64 with 0 at dead tokens."""
@@ -160,24 +160,32 @@ class _Batch:
         advantage_BT = with_orm(teacher.weight * distil_BT, torch.where(live, orm, 0.0))
         return torch.where(self.live_BT, advantage_BT, 0.0)
 
-    def _broken(self) -> Tensor:
-        """Live tokens with a NaN in anything that the loss may have been made of."""
-        broken_BT = self.student_BT.isnan() | self.sampler_BT.isnan() | self.advantage_BT.isnan()
-        broken_BT = broken_BT | self.old_BT.isnan()
-        for values_BT in (self.teacher_BT, self.divergence_BT):
-            if values_BT is not None:
-                broken_BT = broken_BT | values_BT.isnan()
-        return broken_BT
+    def _broken(self, config: ObjectiveConfig) -> Tensor:
+        """Live tokens with a NaN in anything that the loss is made of: comparisons would take
+        them for tokens to drop, or to keep."""
+        read = [self.student_BT, self.sampler_BT, self.old_BT, self.advantage_BT]
+        if self.divergence_BT is not None:
+            read.append(self.divergence_BT)
+        if config.kl.kind != "none":
+            read.append(self._reference())
+        topk = (self.inputs.student_topk_BTK, self.inputs.sampler_topk_BTK)
+        if names.POLICY_LOSS_SPECS[config.loss.name].needs_topk:
+            read += [values.sum(dim=-1) for values in topk if values is not None]
+        return torch.stack([values_BT.isnan() for values_BT in read]).any(dim=0) & self.live_BT
+
+    def _reference(self) -> Tensor:
+        given_BT = self.inputs.reference_logprobs_BT
+        if given_BT is None:
+            given_BT = self.inputs.teacher_logprobs_BT
+        return self._require(given_BT, "reference_logprobs_BT")
 
     def reference_gap(self, log_pi_BT: Tensor, config: ObjectiveConfig) -> Tensor | None:
         """[B, T] regulariser of each kept token, 0 elsewhere; None if there is none."""
         if config.kl.kind == "none":
             return None
         estimate = lookup(REFERENCE_KL, config.kl.kind, "objective.kl.kind")
-        reference_BT = self.clean(self.inputs.reference_logprobs_BT)
-        if reference_BT is None:
-            reference_BT = self._require(self.inputs.teacher_logprobs_BT, "reference_logprobs_BT")
-        return estimate(torch.where(self.kept_BT, log_pi_BT - reference_BT, 0.0))
+        gap_BT = log_pi_BT - self._reference()
+        return estimate(torch.where(self.kept_BT, gap_BT, 0.0))
 
 
 def _token_terms(

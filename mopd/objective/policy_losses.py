@@ -90,9 +90,9 @@ def sapo(inputs: PolicyInputs, parameters: Parameters) -> tuple[Tensor, Tensor]:
     A soft clip: the gradient's weight is 1 at r = 1 and fades to both sides, never 0.
     """
     ratio_BT = _log_ratio(inputs).exp()
-    tau_BT = torch.where(
-        inputs.advantage_BT > 0, parameters["tau_positive"], parameters["tau_negative"]
-    ).to(ratio_BT)
+    # full_like first: where of two plain numbers would be float32
+    tau_BT = torch.full_like(ratio_BT, parameters["tau_negative"])
+    tau_BT = torch.where(inputs.advantage_BT > 0, parameters["tau_positive"], tau_BT)
     gate_BT = 4 / tau_BT * torch.sigmoid(tau_BT * (ratio_BT - 1))
     return gate_BT * inputs.advantage_BT, _never(inputs)
 
