@@ -219,11 +219,13 @@ def leak_warnings(domains: Mapping[str, DomainData], sets: Mapping[str, DomainDa
 
 
 def mixture_of(config: Config, domains: Mapping[str, DomainData]) -> Mixture:
-    """The training prompts of every domain, drawn by weight."""
+    """The training prompts of every domain, drawn by weight and by train.sampling's rules."""
     return Mixture(
         {name: data.train for name, data in domains.items()},
         {name: domain.weight for name, domain in config.domains.items()},
         config.seed,
+        config.train.sampling,
+        config.train.steps,
     )
 
 
