@@ -86,7 +86,7 @@ def objective_loss(
         update_BT=batch.student_BT.detach() - batch.old_BT,
         policy_clipped_BT=bit_BT,
         gradient_BT=size_BT,
-        reference_kl_BT=batch.reference_gap(leaf_BT.detach(), config),
+        reference_kl_BT=batch.reference_kl(leaf_BT.detach()),
         prompt_share_B=_prompt_share(inputs),
     )
 
@@ -100,6 +100,8 @@ class _Batch:
     ) -> None:
         self.live_BT = live_BT = inputs.mask_BT
         self.inputs = inputs
+        kl = config.kl.kind
+        self._estimate = None if kl == "none" else lookup(REFERENCE_KL, kl, "objective.kl.kind")
         narrow_BT = torch.where(live_BT, _at_least_float32(student_logprobs_BT), 0.0)
         self.student_BT = narrow_BT.double()
         sampler_BT = self._require(inputs.sampler_logprobs_BT, "sampler_logprobs_BT")
@@ -166,7 +168,7 @@ class _Batch:
         read = [self.student_BT, self.sampler_BT, self.old_BT, self.advantage_BT]
         if self.divergence_BT is not None:
             read.append(self.divergence_BT)
-        if config.kl.kind != "none":
+        if self._estimate is not None:
             read.append(self._reference())
         topk = (self.inputs.student_topk_BTK, self.inputs.sampler_topk_BTK)
         if names.POLICY_LOSS_SPECS[config.loss.name].needs_topk:
@@ -179,13 +181,12 @@ class _Batch:
             given_BT = self.inputs.teacher_logprobs_BT
         return self._require(given_BT, "reference_logprobs_BT")
 
-    def reference_gap(self, log_pi_BT: Tensor, config: ObjectiveConfig) -> Tensor | None:
+    def reference_kl(self, log_pi_BT: Tensor) -> Tensor | None:
         """[B, T] regulariser of each kept token, 0 elsewhere; None if there is none."""
-        if config.kl.kind == "none":
+        if self._estimate is None:
             return None
-        estimate = lookup(REFERENCE_KL, config.kl.kind, "objective.kl.kind")
         gap_BT = log_pi_BT - self._reference()
-        return estimate(torch.where(self.kept_BT, gap_BT, 0.0))
+        return self._estimate(torch.where(self.kept_BT, gap_BT, 0.0))
 
 
 def _token_terms(
@@ -208,7 +209,7 @@ def _token_terms(
     )
     # where twice: a dropped token's infinities meet neither the weight nor the backward
     term_BT = -batch.weight_BT * torch.where(batch.kept_BT, objective_BT, 0.0)
-    regulariser_BT = batch.reference_gap(log_pi_BT, config)
+    regulariser_BT = batch.reference_kl(log_pi_BT)
     if regulariser_BT is not None:
         term_BT = term_BT + config.kl.weight * batch.weight_BT * regulariser_BT
     return torch.where(batch.kept_BT, term_BT, 0.0), bit_BT

@@ -55,7 +55,7 @@ UNWEIGHTED = {"kind": "raw"}
 """w = pi/mu, uncut."""
 
 
-def tensor(values: Any, dtype: torch.dtype = torch.float64) -> Tensor:
+def tensor(values: Any, dtype: torch.dtype | None = torch.float64) -> Tensor:
     return torch.as_tensor(np.asarray(values), dtype=dtype)
 
 
