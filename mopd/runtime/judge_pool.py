@@ -88,11 +88,19 @@ class JudgePool:
 
     async def judge(self, rollouts: Sequence[Rollout]) -> Mapping[str, Verdict | VerifierFailed]:
         """Verdicts of the rollouts whose domain has a verifier, keyed by sample id."""
-        items = [
-            (r.sample_id, r.prompt, self._decode(r.response_ids))
-            for r in rollouts
-            if r.prompt.domain in self._domains
-        ]
+        return await self.judge_texts(
+            [
+                (r.sample_id, r.prompt, self._decode(r.response_ids))
+                for r in rollouts
+                if r.prompt.domain in self._domains
+            ]
+        )
+
+    async def judge_texts(
+        self, answers: Sequence[tuple[str, Prompt, str]]
+    ) -> Mapping[str, Verdict | VerifierFailed]:
+        """The same for (sample id, prompt, answer text) triples."""
+        items = [item for item in answers if item[1].domain in self._domains]
         outcomes: dict[str, Verdict | VerifierFailed] = {}
         one_by_one = False
         async with self._lock:

@@ -1,0 +1,99 @@
+"""Answers that were asked for once: append-only files that survive a kill, one a
+(model, set, sampling).
+
+    CACHE/MODEL-SET-SAMPLING.jsonl      a header line, then one line an answer
+
+Lines are written as answers come; a torn last line is dropped when the file is read again, so an
+evaluation that was stopped half-way asks only for what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mopd.errors import DataError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class CachedAnswer:
+    """One answer with its verdict, as it lies in the file."""
+
+    key: str
+    """``ITEM_ID#K``: the K-th answer to the item."""
+    text: str
+    ids: tuple[int, ...] | None
+    """None where a server gave only text."""
+    tokens: int
+    finish_reason: str
+    correct: bool | None
+    score: float | None
+    failure: str | None = None
+    """Why there is no verdict, where the verifier failed: such an answer is judged again."""
+
+
+class AnswerFile:
+    """The answers of one model to one set with one sampling.
+
+    Args:
+        folder: the cache.
+        parts: the three fingerprints: model, set, sampling.
+        about: what they stand for, kept in the header for people.
+
+    Raises:
+        DataError: a line before the last is damaged, or the file is of another format.
+    """
+
+    def __init__(self, folder: Path, parts: tuple[str, str, str], about: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / ("-".join(part[:16] for part in parts) + ".jsonl")
+        self.answers: dict[str, CachedAnswer] = {}
+        header = {"format": FORMAT, "fingerprints": list(parts), **about}
+        if self.path.exists():
+            self._read(header)
+        else:
+            self._append([json.dumps(header)])
+
+    def add(self, answers: Iterable[CachedAnswer]) -> None:
+        """Keep these; of two with one key the later counts."""
+        new = list(answers)
+        self.answers |= {answer.key: answer for answer in new}
+        self._append([json.dumps(asdict(answer)) for answer in new])
+
+    def _append(self, lines: list[str]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines))
+
+    def _read(self, header: Mapping[str, Any]) -> None:
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        whole, _, torn = text.rpartition("\n")
+        lines = whole.split("\n") if whole else []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                if number == 1:
+                    if (record["format"], record["fingerprints"]) != (
+                        FORMAT,
+                        header["fingerprints"],
+                    ):
+                        raise ValueError(f"a header of {record}")
+                else:
+                    ids = record.pop("ids")
+                    answer = CachedAnswer(ids=None if ids is None else tuple(ids), **record)
+                    self.answers[answer.key] = answer
+            except (ValueError, TypeError, KeyError) as error:
+                raise DataError(
+                    f"{self.path}, line {number}: not an answer of this evaluation ({error}); "
+                    "remove the file to ask again"
+                ) from error
+        if not lines:  # killed while writing the header
+            self.path.unlink()
+            self._append([json.dumps(header)])
+        elif torn:
+            with self.path.open("r+", encoding="utf-8") as file:
+                file.truncate(len((whole + "\n").encode("utf-8", "surrogatepass")))
