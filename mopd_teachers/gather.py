@@ -1,9 +1,13 @@
-"""Logprobs of few ids of each row, a bounded number of rows at a time. Pure function of tensors."""
+"""Logprobs of few ids of each row, a bounded number of rows at a time. Pure functions of tensors.
+
+Legend: T rows, H hidden size, V vocabulary, K candidates a row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,23 +20,46 @@ def scored(
     candidates_TK: Tensor | None,
     rows_at_a_time: int,
 ) -> tuple[Tensor, Tensor]:
-    """Ids and natural-log probabilities, [T, 1 + K] each: the target, then the candidates.
+    """Ids (int64) and natural-log probabilities (float32), [T, 1 + K] each: the target, then the
+    candidates.
 
     The candidates are the `top_k` likeliest ids, likeliest first, unless they are given.
-    log p(v) = (z_v - max z) - log sum exp(z - max z), in float32, over the whole vocabulary.
+    log p(v) = z_v - log sum exp z, over the whole vocabulary, in float32 whatever the model's
+    type.
     """
     ids, values = [], []
     for start in range(0, hidden_TH.shape[0], rows_at_a_time):
         rows = slice(start, start + rows_at_a_time)
-        logits_TV = compute_logits(hidden_TH[rows]).float()
-        wanted = [targets_T[rows, None]]
+        logprobs_TV = compute_logits(hidden_TH[rows]).log_softmax(-1, dtype=torch.float32)
+        ids_TK = targets_T[rows, None]
         if candidates_TK is not None:
-            wanted.append(candidates_TK[rows])
-        elif top_k:
-            wanted.append(logits_TV.topk(top_k, dim=-1).indices)
-        ids_TK = torch.cat(wanted, dim=-1)
-        shifted_TV = logits_TV - logits_TV.amax(dim=-1, keepdim=True)
-        own_TK = shifted_TV.gather(-1, ids_TK)
-        values.append(own_TK - shifted_TV.exp_().sum(dim=-1, keepdim=True).log_())
+            ids_TK = torch.cat([ids_TK, candidates_TK[rows]], dim=-1)
+        values_TK = logprobs_TV.gather(-1, ids_TK)
+        if top_k:
+            top_values_TK, top_ids_TK = likeliest(logprobs_TV, top_k)
+            ids_TK = torch.cat([ids_TK, top_ids_TK], dim=-1)
+            values_TK = torch.cat([values_TK, top_values_TK], dim=-1)
         ids.append(ids_TK)
+        values.append(values_TK)
     return torch.cat(ids), torch.cat(values)
+
+
+def likeliest(logprobs_TV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The `k` largest of each row and their ids, [T, k] each, the largest first.
+
+    On the CPU numpy's vectorised selection takes half the time of torch's; there, of equal
+    logprobs the lower id comes first (torch leaves it open).
+    """
+    if logprobs_TV.device.type != "cpu":
+        top = logprobs_TV.topk(k, dim=-1)
+        return top.values, top.indices
+    # A logprob is at most 0, and the bits of floats of one sign are in the order of their size:
+    # the k smallest of (bits of -log p, id) are the k likeliest, each with its id.
+    keys_TV = logprobs_TV.abs().numpy().view(np.int32).astype(np.int64)
+    keys_TV <<= 32
+    keys_TV |= np.arange(keys_TV.shape[1])
+    if k < keys_TV.shape[1]:
+        keys_TV = np.partition(keys_TV, k - 1, axis=-1)[:, :k]
+    keys_TK = np.sort(keys_TV, axis=-1)
+    values_TK = -(keys_TK >> 32).astype(np.int32).view(np.float32)
+    return torch.from_numpy(values_TK), torch.from_numpy(keys_TK & 0xFFFFFFFF)

@@ -29,7 +29,7 @@ from mopd_teachers.gather import scored
 
 EXTRA = "mopd"
 _LOGITS_BYTES = 64 << 20
-"""Largest float32 block of logits at a time (two such exist at once)."""
+"""Largest float32 block of logits at a time (a few such exist at once)."""
 
 
 @dataclass

@@ -31,6 +31,7 @@ from typing import Any
 
 _PARENT_POLL_S = 0.5
 _GRACE_S = 5.0
+_BATCHED_TOKENS = 4096
 _PR_SET_PDEATHSIG = 1
 _COMPILE_OPTIONS = {"--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O", "-cc"}
 
@@ -172,6 +173,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks *= int(_option(vllm_args, "--pipeline-parallel-size", "1"))
     if current_platform.is_cpu():
         _run_eagerly(vllm_args)
+        if not _option(vllm_args, "--max-num-batched-tokens", ""):
+            # What vLLM takes offline: half of it, its default for servers, suits short latencies.
+            vllm_args += ["--max-num-batched-tokens", str(_BATCHED_TOKENS)]
         if ranks == 1 and not backend:
             _use_one_engine_process(vllm_args)
 

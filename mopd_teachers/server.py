@@ -190,7 +190,7 @@ class ServerProcess:
         package_root = str(Path(__file__).resolve().parent.parent)
         env = {k: v for k, v in os.environ.items() if k not in _FOREIGN_ENV}
         env["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])])
-        for key, value in _MALLOC_ENV.items():
+        for key, value in MALLOC_ENV.items():
             env.setdefault(key, value)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
@@ -307,7 +307,7 @@ _FOREIGN_ENV = {
 
 # glibc would hand every activation of a few MB back to the kernel and fault it in again; keeping
 # the pages takes 10 to 15 % off a scoring batch on CPU.
-_MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+MALLOC_ENV = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 
 
 def _kill_group(pgid: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mopd_teachers.gather import scored
+from mopd_teachers.gather import likeliest, scored
 
 
 @pytest.mark.parametrize("rows_at_a_time", [1, 3, 100])
@@ -33,3 +33,18 @@ def test_blocks_give_what_the_whole_gives(rows_at_a_time: int, dtype: torch.dtyp
                 values[:, 1:].double(), exact.topk(4).values, atol=2e-5, rtol=0
             )
     assert max(blocks) == min(rows_at_a_time, 7) and sum(blocks) == 3 * 7
+
+
+@pytest.mark.parametrize("k", [1, 20, 259, 260])
+def test_the_likeliest_are_those_of_torch(k: int) -> None:
+    torch.manual_seed(1)
+    logprobs = (9 * torch.randn(40, 260)).log_softmax(-1)
+    logprobs[0, 7] = 0.0  # -0.0 and 0.0 are the same size
+    logprobs[1] = -torch.inf
+    logprobs[1, 3] = -0.0
+    values, ids = likeliest(logprobs, k)
+    assert torch.equal(values, logprobs.topk(k).values) and values.dtype == torch.float32
+    assert torch.equal(values, logprobs.gather(1, ids))
+    assert all(len(set(row)) == k for row in ids.tolist())
+    # Of equal ones the lower id comes first.
+    assert likeliest(torch.full((1, 9), -2.0), 4)[1].tolist() == [[0, 1, 2, 3]]
