@@ -77,7 +77,14 @@ _SEED = Range(0, 2**32 - 1)  # numpy takes no more
 RANGES: dict[type, dict[str, Range]] = {
     Config: {"seed": _SEED},
     RayConfig: {"num_cpus": _COUNT},
-    ParallelConfig: {"dp": _COUNT, "tp": _COUNT, "pp": _COUNT, "ep": _COUNT, "etp": _COUNT},
+    ParallelConfig: {
+        "dp": _COUNT,
+        "tp": _COUNT,
+        "pp": _COUNT,
+        "ep": _COUNT,
+        "etp": _COUNT,
+        "cp": _COUNT,
+    },
     OptimizerConfig: {
         "lr": _POSITIVE,
         "min_lr": _NOT_NEGATIVE,
@@ -90,6 +97,7 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     StudentConfig: {
         "micro_batch_size": _COUNT,
+        "max_tokens_per_microbatch": _COUNT,
         "router_bias_update_rate": _NOT_NEGATIVE,
         "threads_per_rank": _COUNT,
         "gpus_per_rank": _FRACTION,
@@ -146,13 +154,23 @@ RANGES: dict[type, dict[str, Range]] = {
     WeightSyncConfig: {"probe_sequences": _COUNT, "max_logprob_error": _POSITIVE},
 }
 
+NO_CONTEXT_PARALLEL = (
+    "only 1 is implemented: splitting one sequence over ranks needs Transformer Engine's "
+    "attention, and the loss would have to meet its parts again. Use tp (with it goes sequence "
+    "parallelism), student.recompute or a smaller student.max_tokens_per_microbatch"
+)
+
 VERIFIER_NAMES = ("exact_match", "math_verify", "reasoning_gym")
 GROUP_RELATIVE = ("grpo", "rloo", "dr_grpo")
 """ORM estimators whose baseline is the group's own mean, so that a group of one gives 0."""
 
 NAMES: dict[type, dict[str, tuple[str, ...]]] = {
     OptimizerConfig: {"schedule": ("constant", "linear", "cosine")},
-    StudentConfig: {"dtype": ("float32", "bfloat16"), "kernel": ("auto", "triton", "torch")},
+    StudentConfig: {
+        "dtype": ("float32", "bfloat16"),
+        "kernel": ("auto", "triton", "torch"),
+        "recompute": ("none", "attention", "layers"),
+    },
     TeacherConfig: {"dtype": ("float32", "bfloat16", "float16", "auto")},
     ObjectiveConfig: {
         "orm": GROUP_RELATIVE,
@@ -351,6 +369,7 @@ def _model_problem(model: str, revision: str | None) -> str | None:
         f"first: hf download {model}{at}"
     )
 
+
 def _server_size(teacher: TeacherConfig, key: str) -> Iterator[str]:
     """What a server started for this teacher could not be."""
     assert teacher.model is not None
@@ -380,7 +399,6 @@ def _server_size(teacher: TeacherConfig, key: str) -> Iterator[str]:
             f"{key}.tensor_parallel_size {size} does not divide the {limits.num_heads} heads of "
             f"{teacher.model}"
         )
-
 
 
 def _url_problem(url: str) -> str | None:
@@ -500,6 +518,20 @@ def _student(config: Config) -> Iterator[str]:
             limits = read_model_limits(student.model)
         except ModelError as error:
             yield f"student.model: {error}"
+    if layout.cp > 1:
+        yield f"student.parallel.cp is {layout.cp}; {NO_CONTEXT_PARALLEL}"
+    tokens = student.max_tokens_per_microbatch
+    if tokens is not None and student.micro_batch_size != StudentConfig.micro_batch_size:
+        yield (
+            f"student has both micro_batch_size {student.micro_batch_size} and "
+            f"max_tokens_per_microbatch {tokens}; leave one of the two out"
+        )
+    if tokens is not None and tokens < config.rollout.max_response_tokens:
+        yield (
+            f"student.max_tokens_per_microbatch is {tokens}, less than one answer of "
+            f"rollout.max_response_tokens {config.rollout.max_response_tokens}; a forward must "
+            "hold the longest prompt and answer"
+        )
     if min(layout.dp, layout.tp, layout.pp, layout.ep, layout.etp) < 1:
         return  # already said, with the ranges
     key = "student.parallel"

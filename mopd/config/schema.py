@@ -23,13 +23,16 @@ class RayConfig:
 
 @dataclass
 class ParallelConfig:
-    """Megatron layout; the student has dp * tp * pp ranks, experts are spread over ep of them."""
+    """Megatron layout; the student has dp * tp * pp ranks, experts are spread over ep of them.
+
+    Sequence parallelism goes with tp. cp (context parallelism) must be 1: see docs/student.md."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
 
 
 @dataclass
@@ -45,6 +48,7 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # global gradient norm; 0 turns clipping off
+    distributed: bool = False  # Adam's state spread over the data-parallel ranks
 
 
 @dataclass
@@ -57,6 +61,9 @@ class StudentConfig:
     router_bias_update_rate: float = 0.0  # of expert biases, where freeze_routers is false
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 64  # samples per forward per data-parallel rank
+    max_tokens_per_microbatch: int | None = None  # instead: tokens per forward, padding included
+    packing: bool = False  # the samples of a forward lie end to end in one row, without padding
+    recompute: str = "none"  # none | attention | layers: activations computed again, not kept
     kernel: str = "auto"  # auto | triton | torch: who computes the logprobs
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     threads_per_rank: int = 1

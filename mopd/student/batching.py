@@ -1,4 +1,4 @@
-"""From samples to micro-batches: who computes what, in which shape. Pure, the same on every rank.
+"""From the sequences of a micro-batch to tensors, and samples that cannot be trained on. Pure.
 
 Legend: B rows of a micro-batch on one rank, S positions, R response positions, N response tokens.
 Prompt [p0 p1 p2] and response [r0 r1] become one right-padded row of inputs and a gather:
@@ -20,50 +20,6 @@ from mopd.types import TrainSample
 
 
 @dataclass(frozen=True)
-class MicrobatchPlan:
-    """One micro-batch index of the whole step: the same shape on every data-parallel rank."""
-
-    length: int
-    """S."""
-    rows: tuple[tuple[int | None, ...], ...]
-    """[dp][B] sample indices; None is a row of padding that takes no part in anything."""
-
-
-def plan_microbatches(
-    lengths: Sequence[int], dp: int, micro_batch_size: int, multiple_of: int = 1
-) -> list[MicrobatchPlan]:
-    """Deal sequences to data-parallel ranks and micro-batches.
-
-    lengths: input positions of each sequence. Longest first, neighbours together: little padding,
-        and a step that does not fit in memory fails at once.
-    multiple_of: S is rounded up to it (sequence parallelism cuts S over tp ranks).
-    Every rank gets the same number of micro-batches of the same shapes, so that no collective
-    waits for a rank that has nothing to do. Sizes are as even as they can be. Empty for no
-    sequences.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    count = math.ceil(len(order) / (dp * micro_batch_size))
-    plans = []
-    start = 0
-    for index in range(count):
-        size = math.ceil((len(order) - start) / (count - index))
-        size = min(math.ceil(size / dp) * dp, len(order) - start)
-        chosen = order[start : start + size]
-        start += size
-        rows = math.ceil(size / dp)
-        dealt = [
-            tuple(
-                chosen[rank + dp * row] if rank + dp * row < size else None for row in range(rows)
-            )
-            for rank in range(dp)
-        ]
-        longest = max(lengths[i] for i in chosen)
-        plans.append(MicrobatchPlan(-(-longest // multiple_of) * multiple_of, tuple(dealt)))
-    assert start == len(order)
-    return plans
-
-
-@dataclass(frozen=True)
 class Rows:
     """The tensors of one micro-batch on one rank that the forward pass needs."""
 
@@ -77,7 +33,9 @@ class Rows:
     place_N: Tensor
     """Its place in a flattened [B, R]."""
     response_shape: tuple[int, int]
-    """(B, R)."""
+    """(B, R), B counting sequences: one a row, or many in one row."""
+    segments: tuple[int, ...] | None = None
+    """Lengths of the sequences that lie end to end in the one row; None where each has its own."""
 
     def spread(self, values_N: Tensor) -> Tensor:
         """[N] values of response tokens -> [B, R], 0 elsewhere; differentiable."""
@@ -124,6 +82,56 @@ def build_rows(
     )
 
 
+def build_packed_row(
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]] | None],
+    length: int,
+    pad_id: int,
+    device: torch.device,
+) -> Rows:
+    """Tensors for (prompt ids, response ids) end to end in one row of `length` positions.
+
+    None takes no room. What is left of the row is a segment of padding of its own.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    segments: list[int] = []
+    place: list[int] = []
+    predicts: list[int] = []
+    target: list[int] = []
+    r = max((len(s[1]) for s in sequences if s is not None), default=0)
+    for i, sequence in enumerate(sequences):
+        if sequence is None:
+            continue
+        prompt, response = sequence
+        start = len(ids)
+        ids += [*prompt, *response][:-1]
+        segments.append(len(ids) - start)
+        positions += range(segments[-1])
+        first = start + len(prompt) - 1
+        predicts += range(first, first + len(response))
+        target += response
+        place += range(i * r, i * r + len(response))
+    if len(ids) < length:
+        segments.append(length - len(ids))
+        positions += range(segments[-1])
+        ids += [pad_id] * segments[-1]
+    assert len(ids) == length, (len(ids), length)
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    return Rows(
+        input_ids_BS=tensor(ids).unsqueeze(0),
+        position_ids_BS=tensor(positions).unsqueeze(0),
+        row_N=torch.zeros(len(target), dtype=torch.long, device=device),
+        position_N=tensor(predicts),
+        target_N=tensor(target),
+        place_N=tensor(place),
+        response_shape=(len(sequences), r),
+        segments=tuple(segments),
+    )
+
+
 def pad_responses(
     values: Sequence[Sequence[float] | None], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -138,7 +146,11 @@ def pad_responses(
 
 
 def refusals(
-    samples: Sequence[TrainSample], valid_vocab: int, max_positions: int, domains: Sequence[str]
+    samples: Sequence[TrainSample],
+    valid_vocab: int,
+    max_positions: int,
+    domains: Sequence[str],
+    max_tokens: int | None = None,
 ) -> dict[str, str]:
     """Sample id -> why the student cannot train on it. Drop and count those; keep the rest.
 
@@ -150,6 +162,9 @@ def refusals(
     out: dict[str, str] = {}
     for sample in samples:
         reason = _refusal(sample, valid_vocab, max_positions, known)
+        inputs = len(sample.prompt_ids) + len(sample.response_ids) - 1
+        if max_tokens is not None and inputs > max_tokens:
+            reason = f"{inputs} input tokens; student.max_tokens_per_microbatch is {max_tokens}"
         if sample.sample_id in seen:
             reason = "its id occurs twice in the step"
         seen.add(sample.sample_id)

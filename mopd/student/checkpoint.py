@@ -80,7 +80,7 @@ def load(
     random_state = SafetensorsFolder(directory / RNG).get("cpu")
 
     weights.load(source, parameters)
-    optimizer.copy_main_to_model()
+    optimizer.adopt_main(parameters)
     moments = {
         moment: {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
         for moment, tensors in optimizer.moments().items()
@@ -94,7 +94,7 @@ def load(
 
 def _trained_names(weights: ShardedWeights, optimizer: Optimizer) -> set[str]:
     """Hugging Face names of what any rank trains."""
-    mine = {hf for name in optimizer.main_parameters() for hf in weights.names(name)}
+    mine = {hf for name in optimizer.trained() for hf in weights.names(name)}
     everywhere: list[set[str]] = [set() for _ in range(dist.get_world_size())]
     dist.all_gather_object(everywhere, mine)
     return set().union(*everywhere)

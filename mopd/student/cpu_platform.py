@@ -135,8 +135,12 @@ def install() -> bool:
     tensor.cuda = lambda self, *_, **__: self
 
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
+    # Recomputed layers put the generators back; torch's own is handled beside this one.
+    random._get_cuda_rng_state = lambda *_, **__: None
+    random._set_cuda_rng_state = lambda *_, **__: None
     schedules.torch = _TorchForSchedules("torch")
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_for_gloo
     _installed = True

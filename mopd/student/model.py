@@ -20,6 +20,18 @@ from mopd.student.packing import Whole
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""Which activations are computed again in the backward pass instead of being kept."""
+
+
 class RMSNorm(nn.Module):
     """RMSNorm for the local spec: Megatron's own wrapper refuses sequence parallelism, which MoE
     with tensor parallelism demands. The tag makes Megatron sum the weight's gradient over the
@@ -77,6 +89,7 @@ def transformer_config(family: Family, config: StudentConfig) -> Any:
         return (MLATransformerConfig if latent else TransformerConfig)(
             **kwargs,
             **_platform_kwargs(use_transformer_engine()),
+            **RECOMPUTE[config.recompute],
             activation_func=F.silu,
             attention_dropout=0.0,
             hidden_dropout=0.0,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mopd.config.schema import OptimizerConfig
@@ -14,6 +16,23 @@ from mopd.errors import ModelError
 from mopd.student import cpu_platform
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What this rank's optimizer updates of one parameter: all of it, or with the distributed
+    optimizer a range of its elements."""
+
+    optimizer: Any
+    """The torch optimizer."""
+    main: Tensor
+    """What it updates: the parameter itself, a float32 copy under bfloat16, or a part of those."""
+    start: int
+    stop: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of a tensor of the parameter's shape."""
+        return whole.reshape(-1)[self.start : self.stop]
 
 
 class Optimizer:
@@ -33,7 +52,7 @@ class Optimizer:
             adam_beta2=config.beta2,
             adam_eps=config.eps,
             clip_grad=config.clip_grad,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=config.distributed,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
         )
@@ -44,6 +63,9 @@ class Optimizer:
             for name, parameter in ddp.module.named_parameters()
             if parameter.requires_grad
         }
+        self._pieces = self._find_pieces()
+        self.steps = 0
+        """Updates made so far, which Adam's bias correction uses."""
 
     def zero_grad(self) -> None:
         self._megatron.zero_grad()
@@ -65,79 +87,131 @@ class Optimizer:
         limit = self._config.clip_grad
         if limit > 0 and norm > limit:
             # Not Megatron's own clipping: it asserts CUDA types, and this is all it does.
-            gradients = [p.grad for p in self._main_parameters().values() if p.grad is not None]
+            mains = (piece.main for piece in self._pieces.values())
+            gradients = [main.grad for main in mains if main.grad is not None]
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
         for group in self._megatron.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
             # Norm weights decay by wd_mult 0; Megatron leaves applying it to its own scheduler.
             group["weight_decay"] = self._config.weight_decay * group.get("wd_mult", 1.0)
         self._megatron.step_with_ready_grads()
+        self.steps += 1
         return norm
 
+    # -- reading and setting its state, always whole parameters -------------------------------
+
+    def trained(self) -> list[str]:
+        """Megatron names of what is updated."""
+        return list(self._parameters)
+
     def main_parameters(self) -> dict[str, Tensor]:
-        """What the optimizer really updates, by Megatron name: float32 copies under bfloat16."""
-        return dict(self._main_parameters())
+        """What is really updated, by Megatron name: float32 copies under bfloat16. Collective.
 
-    def _main_parameters(self) -> Mapping[str, Tensor]:
-        return {n: getattr(p, "main_param", p) for n, p in self._parameters.items()}
+        With the distributed optimizer under bfloat16 these are copies, else the tensors
+        themselves; `adopt_main` after they were written to.
+        """
+        out: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            if parameter.dtype is torch.float32:
+                out[name] = parameter
+            elif self._config.distributed:
+                out[name] = self._whole(name, lambda piece: piece.main)
+            else:
+                out[name] = self._pieces[name].main
+        return out
 
-    def copy_main_to_model(self) -> None:
-        """After `main_parameters` were written to: bring the model's own weights in line."""
+    def adopt_main(self, main: Mapping[str, Tensor]) -> None:
+        """After `main_parameters` were written to: bring optimizer and model in line."""
         with torch.no_grad():
-            for name, main in self._main_parameters().items():
-                if main is not self._parameters[name]:
-                    self._parameters[name].copy_(main)
-
-    def copy_model_to_main(self) -> None:
-        """After the model's weights were written to: bring the optimizer's copies in line."""
-        self._megatron.reload_model_params()
-
-    @property
-    def steps(self) -> int:
-        """Updates made so far (Adam's own count, which its bias correction uses)."""
-        for optimizer, parameter in self._holders():
-            state = optimizer.state.get(parameter)
-            if state and "step" in state:
-                return int(state["step"])
-        for group in self._megatron.param_groups:  # Transformer Engine's Adam counts per group
-            if "step" in group:
-                return int(group["step"])
-        return 0
+            for name, parameter in self._parameters.items():
+                if main[name] is parameter:
+                    continue  # float32: the pieces are views of the parameter
+                piece = self._pieces.get(name)
+                if piece is not None and piece.main is not main[name]:
+                    piece.main.copy_(piece.of(main[name]))
+                parameter.copy_(main[name])
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Adam's moments, by moment and Megatron name; zeros before the first step."""
-        out: dict[str, dict[str, Tensor]] = {moment: {} for moment in MOMENTS}
-        holder = {id(p): optimizer for optimizer, p in self._holders()}
-        for name, main in self._main_parameters().items():
-            state = holder[id(main)].state.get(main) or {}
-            for moment in MOMENTS:
-                out[moment][name] = state.get(moment, torch.zeros_like(main))
-        return out
+        """Adam's moments, by moment and Megatron name; zeros before the first step. Collective."""
+        return {
+            moment: {name: self._moment(name, moment) for name in self._parameters}
+            for moment in MOMENTS
+        }
 
     def restore(self, steps: int, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Set Adam's state to `steps` updates and `moments` (copied)."""
-        names = {id(main): name for name, main in self._main_parameters().items()}
-        for optimizer, main in self._holders():
-            optimizer.state[main] = {
-                moment: moments[moment][names[id(main)]].clone() for moment in MOMENTS
+        for name, piece in self._pieces.items():
+            state: dict[str, Any] = {
+                moment: piece.of(moments[moment][name]).reshape(piece.main.shape).clone()
+                for moment in MOMENTS
             }
-            if isinstance(optimizer, torch.optim.Optimizer) and _counts_per_parameter(optimizer):
-                optimizer.state[main]["step"] = torch.tensor(float(steps))
-        for optimizer in self._torch_optimizers():
-            if not _counts_per_parameter(optimizer):
-                for group in optimizer.param_groups:
+            if _counts_per_parameter(piece.optimizer):
+                state["step"] = torch.tensor(float(steps))
+            piece.optimizer.state[piece.main] = state
+        for optimizer in self._megatron_optimizers():
+            if not _counts_per_parameter(optimizer.optimizer):
+                for group in optimizer.optimizer.param_groups:
                     group["step"] = steps
+        self.steps = steps
 
-    def _torch_optimizers(self) -> list[Any]:
+    def state_bytes(self) -> int:
+        """Bytes of Adam's moments and of float32 copies on this rank."""
+        total = 0
+        for name, piece in self._pieces.items():
+            state = piece.optimizer.state.get(piece.main) or {}
+            total += sum(state[m].nbytes for m in MOMENTS if m in state)
+            if piece.main.dtype != self._parameters[name].dtype:
+                total += piece.main.nbytes
+        return total
+
+    # -- pieces -------------------------------------------------------------------------------
+
+    def _megatron_optimizers(self) -> list[Any]:
         chained = getattr(self._megatron, "chained_optimizers", [self._megatron])
-        return [o.optimizer for o in chained if o.optimizer is not None]
+        return [o for o in chained if o.optimizer is not None]
 
-    def _holders(self) -> Iterator[tuple[Any, Tensor]]:
-        """(torch optimizer, parameter it updates) of this rank."""
-        for optimizer in self._torch_optimizers():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield optimizer, parameter
+    def _find_pieces(self) -> dict[str, _Piece]:
+        """This rank's piece of each parameter; none where another rank has all of it."""
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        pieces: dict[str, _Piece] = {}
+        if self._config.distributed:
+            for optimizer in self._megatron_optimizers():
+                groups = optimizer.optimizer.param_groups
+                for parameter, (group, place) in optimizer.model_param_group_index_map.items():
+                    found = optimizer._get_model_param_range_map(parameter)["param"]
+                    main = groups[group]["params"][place]
+                    pieces[names[id(parameter)]] = _Piece(
+                        optimizer.optimizer, main, found.start, found.end
+                    )
+            return pieces
+        mains = {id(getattr(p, "main_param", p)): n for n, p in self._parameters.items()}
+        for optimizer in self._megatron_optimizers():
+            for group in optimizer.optimizer.param_groups:
+                for main in group["params"]:
+                    pieces[mains[id(main)]] = _Piece(optimizer.optimizer, main, 0, main.numel())
+        assert pieces.keys() == self._parameters.keys()
+        return pieces
+
+    def _moment(self, name: str, moment: str) -> Tensor:
+        def of(piece: _Piece) -> Tensor:
+            state = piece.optimizer.state.get(piece.main) or {}
+            return state[moment] if moment in state else torch.zeros_like(piece.main)
+
+        return self._whole(name, of) if self._config.distributed else of(self._pieces[name])
+
+    def _whole(self, name: str, of: Any) -> Tensor:
+        """float32 tensor of the parameter's shape, put together from the ranks' pieces."""
+        from megatron.core import parallel_state as ps
+
+        parameter = self._parameters[name]
+        expert = not getattr(parameter, "allreduce", True)
+        group = ps.get_expert_data_parallel_group() if expert else ps.get_data_parallel_group()
+        whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        piece = self._pieces.get(name)
+        if piece is not None:
+            whole[piece.start : piece.stop] = of(piece).detach().reshape(-1)
+        dist.all_reduce(whole, group=group)  # every element is in exactly one piece
+        return whole.view(parameter.shape)
 
 
 def _counts_per_parameter(optimizer: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mopd.config.checks import NO_CONTEXT_PARALLEL
 from mopd.config.schema import ParallelConfig
 from mopd.errors import ConfigError, ModelError
 from mopd.student import cpu_platform
@@ -20,10 +21,14 @@ RENDEZVOUS_TIMEOUT_S = 600.0
 def check_layout(parallel: ParallelConfig, family: Family, world_size: int) -> None:
     """Raise ConfigError when the model cannot be spread as `student.parallel` says."""
     p, kwargs = parallel, family.transformer_kwargs()
+    if "kv_lora_rank" in kwargs:  # one projection makes both
+        kwargs["latent_width"] = kwargs["kv_lora_rank"] + kwargs["qk_pos_emb_head_dim"]
 
     def refuse(text: str) -> None:
         raise ConfigError(f"student.parallel: {text} (model: {family.where})")
 
+    if p.cp > 1:
+        refuse(f"cp is {p.cp}; {NO_CONTEXT_PARALLEL}.")
     for name in ("dp", "tp", "pp", "ep", "etp"):
         if getattr(p, name) < 1:
             refuse(f"{name} is {getattr(p, name)}; expected at least 1.")
@@ -47,6 +52,9 @@ def check_layout(parallel: ParallelConfig, family: Family, world_size: int) -> N
         ("num_layers", p.pp, "pp"),
         ("num_moe_experts", p.ep, "ep"),
         ("moe_ffn_hidden_size", p.etp, "etp"),
+        ("moe_shared_expert_intermediate_size", p.tp, "tp"),
+        ("q_lora_rank", p.tp, "tp"),
+        ("latent_width", p.tp, "tp"),
     ):
         value = kwargs.get(key)
         if value is not None and value % size:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,23 @@ from torch import Tensor
 from mopd.config.schema import ObjectiveConfig, StudentConfig
 from mopd.errors import ModelError
 from mopd.objective.stats import SUM_COLUMNS, summarise
-from mopd.student import batching, checkpoint, cpu_platform, model, parallel
+from mopd.student import (
+    batching,
+    checkpoint,
+    cpu_platform,
+    microbatches,
+    model,
+    parallel,
+    planning,
+)
 from mopd.student.families import family_of
 from mopd.student.files import write_tensors
 from mopd.student.loss_head import LossHead
+from mopd.student.microbatches import Microbatch
 from mopd.student.optimizer import Optimizer
 from mopd.student.schedule import learning_rate
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
 from mopd.types import TrainSample
-
-
-@dataclass(frozen=True)
-class _Microbatch:
-    """This rank's part of one micro-batch."""
-
-    rows: batching.Rows
-    samples: tuple[TrainSample | None, ...]
-    """[B]; all None when only logprobs are wanted."""
 
 
 class StudentRank:
@@ -111,7 +110,7 @@ class StudentRank:
         self._ddp = DistributedDataParallel(
             self.model.config,
             DistributedDataParallelConfig(
-                use_distributed_optimizer=False,
+                use_distributed_optimizer=self.config.optimizer.distributed,
                 overlap_grad_reduce=False,
                 grad_reduce_in_fp32=True,
                 average_in_collective=False,
@@ -122,7 +121,6 @@ class StudentRank:
         self._optimizer = Optimizer(
             self._ddp, self.config.optimizer, model.DTYPES[self.config.dtype]
         )
-        self._first_stage = ps.is_pipeline_first_stage()
         self._last_stage = ps.is_pipeline_last_stage()
         self._head = LossHead(
             self.objective,
@@ -142,7 +140,13 @@ class StudentRank:
 
     def refusals(self, samples: Sequence[TrainSample]) -> dict[str, str]:
         """Sample id -> why `step` would refuse it; for the caller to drop and count."""
-        return batching.refusals(samples, self.valid_vocab, self.family.max_positions, self.domains)
+        return batching.refusals(
+            samples,
+            self.valid_vocab,
+            self.family.max_positions,
+            self.domains,
+            self.config.max_tokens_per_microbatch,
+        )
 
     def step(self, samples: Sequence[TrainSample], step_index: int) -> dict[str, float]:
         """One optimizer step on `samples` (the whole step's, on every rank), counted from 0.
@@ -184,7 +188,7 @@ class StudentRank:
         # objective's denominator is the whole step's already.
         undo = len(plans) * self._dp
 
-        def loss_of(batch: _Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def loss_of(batch: Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss, sums = self._head.loss(batch.rows, batch.samples, logits_BSV, len(samples))
             # A fresh tensor: the schedule divides in place what it is given.
             return loss * undo, {"total": torch.cat([loss.detach().double().view(1), sums])}
@@ -196,58 +200,29 @@ class StudentRank:
         total = total.cpu()
         return float(total[0]), total[1:].view(len(self.domains), len(SUM_COLUMNS))
 
-    def _plan(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[batching.MicrobatchPlan]:
-        return batching.plan_microbatches(
-            [len(p) + len(r) - 1 for p, r in sequences],
-            self._dp,
-            self.config.micro_batch_size,
-            multiple_of=self.config.parallel.tp,
-        )
+    def _plan(self, sequences: microbatches.Sequences) -> list[planning.MicrobatchPlan]:
+        return planning.plan([len(p) + len(r) - 1 for p, r in sequences], self._dp, self.config)
 
     def _run(
         self,
-        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
-        plans: Sequence[batching.MicrobatchPlan],
+        sequences: microbatches.Sequences,
+        plans: Sequence[planning.MicrobatchPlan],
         samples: Sequence[TrainSample] | None,
-        on_logits: Callable[[_Microbatch, Tensor], tuple[Tensor, dict[str, Tensor]]],
+        on_logits: microbatches.OnLogits,
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
-        """Megatron's schedule over this rank's share; what `on_logits` returned, on last stages."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        if not plans:
-            return []
-
-        def batches() -> Iterator[_Microbatch]:
-            for plan in plans:
-                mine = plan.rows[self._dp_rank]
-                yield _Microbatch(
-                    batching.build_rows(
-                        [None if i is None else sequences[i] for i in mine],
-                        plan.length,
-                        self.pad_id,
-                        self.device,
-                    ),
-                    tuple(None if i is None or samples is None else samples[i] for i in mine),
-                )
-
-        def forward(iterator: Iterator[_Microbatch], ddp: Any) -> tuple[Tensor, Any]:
-            batch = next(iterator)
-            rows = batch.rows
-            output = ddp(rows.input_ids_BS, rows.position_ids_BS, None)
-            return output, lambda logits_BSV: on_logits(batch, logits_BSV)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=batches(),
-            model=[self._ddp],
-            num_microbatches=len(plans),
-            # Unused: stages tell each other the shapes (variable_seq_lengths).
-            seq_length=plans[0].length,
-            micro_batch_size=len(plans[0].rows[0]),
+        """Megatron's schedule over this rank's share; what `on_logits` kept, on last stages."""
+        return microbatches.run(
+            self._ddp,
+            plans,
+            self._dp_rank,
+            sequences,
+            samples,
+            on_logits,
             forward_only=forward_only,
+            packing=self.config.packing,
+            pad_id=self.pad_id,
+            device=self.device,
         )
 
     # -- reading ------------------------------------------------------------------------------
@@ -270,7 +245,7 @@ class StudentRank:
         plans = self._plan(sequences)
         values = torch.zeros(offsets[-1], dtype=torch.float32, device=self.device)
 
-        def read(batch: _Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def read(batch: Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs_N, _ = self._head.logprobs(batch.rows, logits_BSV, temperature, vocabulary)
             return logits_BSV.new_zeros(()), {"logprobs": logprobs_N}
 
