@@ -50,6 +50,17 @@ def score_rows(
     teacher_logprobs_N: Tensor | None,
 ) -> Combined:
     """Everything about the targets of one shard's rows, by one read of the logits."""
+    finished_scores = getattr(backend, "finished_scores", None)
+    if group is None and finished_scores is not None:  # Triton does it all in one launch
+        scores: Combined = finished_scores(
+            logits_NV,
+            target_ids_N,
+            teacher_logprobs_N,
+            temperature=temperature,
+            columns=columns,
+            entropy=entropy,
+        )
+        return scores
     partials = backend.row_partials(
         logits_NV, target_ids_N, temperature=temperature, columns=columns, entropy=entropy
     )

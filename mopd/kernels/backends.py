@@ -73,13 +73,13 @@ def _check_triton(device_type: str) -> None:
             "starts to run the kernel, very slowly, in Triton's interpreter."
         )
     try:
-        from mopd.kernels import gathered_logprob
+        from mopd.kernels import gathered_logprob, triton_common  # noqa: F401
     except ImportError as error:
         raise ConfigError(
             f"the Triton logprob kernel was asked for on {device_type}, and triton does not "
             f"import ({error}). Install triton, or set student.kernel: torch."
         ) from error
-    if device_type != "cuda" and not gathered_logprob.interpreted():
+    if device_type != "cuda" and not triton_common.interpreted():
         raise ConfigError(
             "TRITON_INTERPRET=1 was set after triton had been imported, which is too late; set it "
             "in the environment before Python starts, or set student.kernel: torch."

@@ -6,20 +6,15 @@ tests/conftest.py asks for before anything imports triton. Shapes: N rows, V col
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from kernel_cases import DEVICE, INTERPRETED, LargestNewStorage
 
 from mopd.errors import DataError
 from mopd.kernels.reference import IGNORE, gathered_logprobs_reference
-from mopd.kernels.select import gathered_logprobs
+from mopd.kernels.select import gathered_logprobs, gathered_scores
 from mopd.objective.mopd_loss import TokenInputs, mopd_loss
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -301,25 +296,6 @@ def test_inplace_is_seen_by_whoever_else_saved_the_logits(backend):
         logprobs.sum().backward()
 
 
-class LargestNewStorage(TorchDispatchMode):
-    """The most elements in any storage that torch made while it was active."""
-
-    def __init__(self, known: torch.Tensor) -> None:
-        super().__init__()
-        self.known = {known.untyped_storage().data_ptr()}
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self.known:
-                    elements = storage.nbytes() // tensor.element_size()
-                    self.largest = max(self.largest, elements)
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_second_vocabulary_sized_tensor(backend, dtype, monkeypatch):
     rows, width = 24, 500
@@ -408,3 +384,41 @@ def test_c29_one_loss_and_one_gradient_through_every_backend(backend):
         assert loss.item() == pytest.approx(want.item(), rel=2e-6)
         torch.testing.assert_close(leaf.grad.cpu().double(), reference.grad, rtol=0, atol=1e-6)
     assert reference.grad.abs().max() > 1e-2
+
+
+def test_everything_about_the_targets_in_one_pass(backend):
+    logits, targets = random_case(5, 40)
+    targets[3] = IGNORE
+    teacher = torch.tensor([-1.0, -0.5, -3.0, float("nan"), -2.0])
+    scores = gathered_scores(
+        logits.to(DEVICE, copy=True).requires_grad_(),
+        targets.to(DEVICE),
+        teacher_logprobs_N=teacher.to(DEVICE),
+        temperature=0.7,
+        valid_vocab=38 if targets.max() < 38 else None,
+        backend=backend,
+        return_entropy=True,
+    )
+    valid = 38 if targets.max() < 38 else 40
+    scaled = logits.double()[:, :valid] / 0.7
+    live = targets != IGNORE
+    want = torch.where(live, scaled.logsumexp(1), 0.0)
+    np.testing.assert_allclose(scores.logsumexp_N.cpu(), want, atol=3e-6)
+    advantage = torch.where(live, teacher - scores.logprobs_N.detach().cpu(), 0.0)
+    np.testing.assert_allclose(scores.advantage_N.cpu(), advantage, atol=1e-6)
+    assert scores.logprobs_N.requires_grad and not scores.advantage_N.requires_grad
+    with pytest.raises(ValueError, match=r"teacher logprobs \(4,\)"):
+        gathered_scores(logits, targets, teacher_logprobs_N=teacher[:4])
+
+
+def test_ignored_rows_are_not_read(backend):
+    """In torch they are in no chunk: one live row makes no temporary of fifty."""
+    logits, targets = random_case(50, 60)
+    targets[:] = IGNORE
+    targets[17] = 5
+    work = logits.to(DEVICE).requires_grad_()
+    with LargestNewStorage(work) as seen:
+        logprobs = gathered_logprobs(work, targets.to(DEVICE), backend=backend)
+    assert seen.largest < 50 * 60 / 2
+    logprobs.sum().backward()
+    assert (work.grad.abs().sum(1) > 0).nonzero().flatten().tolist() == [17]

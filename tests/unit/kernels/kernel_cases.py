@@ -1,0 +1,66 @@
+"""What the kernels' tests share: devices, inputs, the accuracy rule, the measure of memory.
+
+Shapes: N rows, V columns, K listed ids.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+BACKENDS = ["torch", "triton"]
+INF = float("inf")
+
+DIRECTIONS = [("reverse", None), ("forward", None), ("jsd", 0.3)]
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    """Float32 on the CPU, the same for the same arguments."""
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def integers(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference, in float64."""
+    return float((got.detach().cpu().double() - want.detach().cpu().double()).abs().max())
+
+
+def assert_as_accurate(
+    got: torch.Tensor, plain: torch.Tensor, want: torch.Tensor, *, floor: float, factor: float = 1.5
+) -> None:
+    """The accuracy rule: the error against float64 is at most 1.5 times plain torch's in the same
+    dtype (and `floor`, for values that plain torch happens to hit exactly)."""
+    ours, theirs = error(got, want), error(plain, want)
+    assert ours <= factor * theirs + floor, f"error {ours:.3e}, plain torch {theirs:.3e}"
+
+
+def gradient_factor(backend: str, dtype: torch.dtype) -> float:
+    """The interpreter cuts float32 to 16 bits where a GPU rounds to nearest: twice the error, all
+    of one sign, which sums over a tile add up."""
+    cut = backend == "triton" and INTERPRETED and dtype != torch.float32
+    return 3.0 if cut else 1.5
+
+
+class LargestNewStorage(TorchDispatchMode):
+    """The largest storage that torch made while it was active, in float32 elements (4 bytes)."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.largest = max(self.largest, storage.nbytes() // 4)
+        return out
