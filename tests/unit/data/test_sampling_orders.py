@@ -76,6 +76,16 @@ def test_a_prompt_retires_at_its_rate_and_not_before_enough_are_judged() -> None
     assert PassHistory().mean_pass_rate() is None
 
 
+def test_the_mean_rate_does_not_depend_on_the_order_of_the_records() -> None:
+    def mean(order: list[int]) -> float | None:
+        history = PassHistory()
+        for index in order:
+            history.record(index, index, 10)  # .1 + .2 + .3 is not .3 + .2 + .1 in floats
+        return history.mean_pass_rate()
+
+    assert mean([1, 2, 3]) == mean([3, 2, 1])
+
+
 @pytest.mark.parametrize(("rate", "passed", "judged"), [(0.9, 9, 10), (0.55, 11, 20), (1.0, 3, 3)])
 def test_the_rate_itself_retires(rate: float, passed: int, judged: int) -> None:
     history = PassHistory(retire_above=rate, retire_after=1)
@@ -270,6 +280,13 @@ def test_replacements_do_not_change_the_shares() -> None:
         counts = Counter(prompt.domain for prompt in source.draw(5))
         source.draw_more("a", 3)
         assert counts == Counter(prompt.domain for prompt in plain.draw(5))
+
+
+def test_replacements_come_from_what_is_open_to_their_step() -> None:
+    for seed in range(5):
+        source = mixture({"a": 20}, SamplingConfig(order="curriculum", curriculum_steps=2), seed)
+        step = source.draw(2) + source.draw_more("a", 2)
+        assert {prompt.difficulty for prompt in step} == {0.0}  # 4 of 20 are open, all easy
 
 
 def test_replacements_end_when_the_domain_does() -> None:
