@@ -25,7 +25,7 @@ from mopd.objective.truncation import TRUNCATIONS
 
 LOSSES = sorted(POLICY_LOSSES)
 QUICK = settings(
-    max_examples=60,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
