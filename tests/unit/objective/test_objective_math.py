@@ -10,12 +10,13 @@ import math
 
 import pytest
 import torch
-from objective_cases import objective
+from objective_cases import loss_config, objective
 from torch import Tensor
 
 from mopd.objective.inputs import StepTotals, TokenInputs
 from mopd.objective.loss import objective_loss
 from mopd.objective.orm import group_advantages
+from mopd.objective.policy_losses import POLICY_LOSSES
 from mopd.objective.stats import TokenStats
 
 WIDE = {"icepop_low": 0.0, "icepop_high": math.inf, "advantage_clip": 0.0}
@@ -121,6 +122,56 @@ def test_3_raw_weights_are_exact_under_another_sampler():
     torch.testing.assert_close(grad, want, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("kind", "low", "high"),
+    [("tis", None, 1.5), ("mis", None, 1.5), ("raw", None, None), ("none", None, None)],
+)
+def test_3_what_each_truncation_takes_for_pi(kind, low, high):
+    """The expectation under mu is the sum over y of mu w A grad log pi, with that kind's w."""
+    theta, teacher = table(3)
+    mu = _sampler()
+    p, q = theta.detach().softmax(0), teacher.exp()
+    ratio = p / mu
+    weight = {
+        "tis": ratio.clamp(max=1.5),
+        "mis": torch.where(ratio <= 1.5, ratio, 0.0),
+        "raw": ratio,
+        "none": torch.ones_like(ratio),
+    }[kind]
+    want = -((mu * weight * torch.log(q / p)).unsqueeze(1) * (torch.eye(6) - p)).sum(0)
+    logp = theta.log_softmax(0).unsqueeze(1)
+    config = objective(teacher={"clip": 0.0}, truncation={"kind": kind, "low": low, "high": high})
+    ones = torch.ones(6, 1, dtype=torch.bool)
+    inputs = TokenInputs(
+        ones, mu.log().unsqueeze(1), torch.zeros(6), teacher_logprobs_BT=teacher.unsqueeze(1),
+        domain_weight_B=6 * mu,
+    )  # fmt: skip
+    loss, _ = objective_loss(logp, inputs, config, StepTotals(6, 6, 6))
+    (grad,) = torch.autograd.grad(loss, theta)
+    torch.testing.assert_close(grad, want, rtol=0, atol=1e-12)
+    exact = p * (torch.log(p / q) - kl(p, q))
+    assert ((grad - exact).abs().max() < 1e-12) == (kind == "raw"), "only the raw ratio is exact"
+
+
+def test_3_a_sequence_is_kept_or_dropped_by_its_geometric_mean():
+    """seq_mask: rows of mean log-ratio 0, ln 2, .7, and ln 1/2 with one wild token."""
+    two = math.log(2) - 1e-9  # inside, whatever rounding does
+    log_ratio = torch.tensor(
+        [[3.0, -3.0], [two, two], [0.0, 1.4], [-4.0, 4 - 2 * two]], dtype=torch.float64
+    )
+    student = torch.full((4, 2), -1.0, dtype=torch.float64, requires_grad=True)
+    inputs = TokenInputs(
+        torch.ones(4, 2, dtype=torch.bool), student.detach() - log_ratio, torch.ones(4)
+    )
+    config = objective(teacher={"weight": 0.0}, truncation={"kind": "seq_mask"})
+    loss, stats = objective_loss(student, inputs, config, StepTotals(8, 4, 4))
+    (grad,) = torch.autograd.grad(loss, student)
+    assert stats.kept_BT.all(1).tolist() == [True, True, False, True]
+    kept = torch.tensor([[True], [True], [False], [True]])
+    want = torch.where(kept, -log_ratio.exp() / 8, 0.0)
+    torch.testing.assert_close(grad, want, rtol=1e-12, atol=0)
+
+
 def test_3_icepop_is_the_sum_over_kept_tokens_only():
     theta, teacher = table(3)
     mu = _sampler()
@@ -185,6 +236,29 @@ def test_4_c06_teacher_equal_to_the_student_is_stationary_and_a_shift_is_seen():
     _assert_stationary(model, ids, teacher_shift=0)
     with pytest.raises(AssertionError):
         _assert_stationary(model, ids, teacher_shift=-1)
+
+
+@pytest.mark.parametrize("loss_name", sorted(POLICY_LOSSES))
+def test_4_every_loss_is_stationary_at_the_teacher(loss_name):
+    student = torch.tensor([[-1.0, -0.2, -2.5]], dtype=torch.float64, requires_grad=True)
+    logp = student.detach()
+    topk = torch.full((1, 3, 2), -1.0, dtype=torch.float64)
+    for shift in (0, 1):
+        inputs = TokenInputs(
+            torch.ones(1, 3, dtype=torch.bool),
+            logp,
+            torch.zeros(1),
+            old_logprobs_BT=logp,
+            teacher_logprobs_BT=logp.roll(shift, 1),
+            student_topk_BTK=topk,
+            sampler_topk_BTK=topk,
+        )
+        loss, stats = objective_loss(
+            student, inputs, objective(loss=loss_config(loss_name)), StepTotals(3, 1, 1)
+        )
+        (grad,) = torch.autograd.grad(loss, student)
+        largest = max(stats.advantage_BT.abs().max(), grad.abs().max(), loss.abs())
+        assert (largest < 1e-12) == (shift == 0)
 
 
 def _descend(theta: Tensor, loss_of, steps: int, lr: float) -> None:

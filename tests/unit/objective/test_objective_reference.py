@@ -339,3 +339,74 @@ def test_float32_inputs_agree_with_float64():
         assert got[0] == pytest.approx(want[0], rel=1e-5, abs=1e-6)
         np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-6)
         assert got[1].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["student", "sampler", "old", "teacher", "reference", "divergence", "orm", "domain_weight",
+     "student_topk", "sampler_topk"],
+)  # fmt: skip
+def test_a_nan_in_a_live_token_is_never_a_dropped_or_a_kept_one(where):
+    """Every tensor that the loss reads: the loss is NaN, so that the step is refused."""
+    case = draw_case(6)
+    case = dataclasses.replace(
+        case,
+        loss="dppo_topk",
+        parameters={"delta": 0.1},
+        kl="k2",
+        kl_weight=0.1,
+        reference=case.old - 0.1,
+        signal="topk" if where == "divergence" else "sampled",
+        divergence=np.abs(case.old),
+    )
+    assert math.isfinite(evaluate(case)[0])
+    i, t = (int(axis[-1]) for axis in np.nonzero(case.mask))
+    array = getattr(case, where).copy()
+    array[(i, t) if array.ndim > 1 else i] = math.nan
+    if array.ndim == 3:
+        array[i, t] = [-1.0, math.nan, -2.0, -3.0]
+    assert math.isnan(evaluate(dataclasses.replace(case, **{where: array}))[0])
+
+
+def test_tensors_that_the_objective_does_not_read_may_be_broken():
+    """A teacher that is there for the metrics only cannot stop a run of outcome rewards."""
+    case = dataclasses.replace(draw_case(6), beta=0.0)
+    want = evaluate(case)[0]
+    case.teacher[case.mask] = math.nan
+    assert evaluate(case)[0] == want
+
+
+def test_refresh_takes_log_pi_of_now_and_is_the_identity_at_the_first_update():
+    case = dataclasses.replace(draw_case(2), clip=0.0)
+    now, then = (evaluate(dataclasses.replace(case, refresh=flag)) for flag in (True, False))
+    moved = np.where(case.mask, case.student - case.old, 0.0)
+    np.testing.assert_allclose(
+        (then[3].advantage_BT - now[3].advantage_BT).numpy(), moved, atol=1e-13
+    )
+    assert np.abs(moved).max() > 0.1
+    case = dataclasses.replace(case, old=None)
+    first = [evaluate(dataclasses.replace(case, refresh=flag))[1] for flag in (True, False)]
+    np.testing.assert_array_equal(first[0], first[1])
+
+
+def test_the_two_ratios_differ_once_the_batch_has_moved_the_student():
+    """Eq. 8 masks by pi/mu, IcePop's authors by pi_old/mu: one token each."""
+    mask = np.ones((1, 2), bool)
+    case = Case(
+        student=np.array([[-1.0, -3.0]]),
+        old=np.array([[-3.0, -1.0]]),
+        sampler=np.array([[-1.0, -1.0]]),
+        mask=mask,
+        orm=np.array([1.0]),
+        beta=0.0,
+        tokens=2,
+        sequences=1,
+        prompts=1,
+    )
+    assert evaluate(case)[3].kept_BT.tolist() == [[True, False]]
+    old = dataclasses.replace(case, ratio="old")
+    assert evaluate(old)[3].kept_BT.tolist() == [[False, True]]
+    ppo = dataclasses.replace(case, loss="ppo")
+    assert evaluate(ppo)[3].kept_BT.tolist() == [[False, True]]
+    # the gap between the engines is that of the same weights, whatever is masked by
+    assert evaluate(case)[3].log_ratio_BT.tolist() == [[-2.0, 0.0]]

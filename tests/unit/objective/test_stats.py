@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from objective_cases import objective, run, totals_of
+from objective_cases import group_tokens, objective, run, tensor, totals_of
 
 from mopd.objective.inputs import TokenInputs
 from mopd.objective.stats import SUM_COLUMNS, domain_sums, summarise
@@ -71,6 +71,97 @@ def test_every_metric_by_hand():
             assert metrics[prefix + key] == pytest.approx(value, abs=1e-12), prefix + key
     assert metrics["mask_fraction"] > 0 and metrics["clip_fraction"] > 0
     assert metrics["nonfinite_tokens"] == 0
+
+
+def test_shares_and_what_comes_with_several_updates_by_hand():
+    """ppo on a batch's second update: pi, pi_old and mu differ; four prompts of two answers."""
+    student, sampler, teacher, mask, orm, domain, _ = batch(9)
+    rng = np.random.default_rng(1)
+    old = student + rng.normal(0, 0.3, student.shape)
+    groups = np.arange(8) // 2
+    domain = np.array([0, 0, 0, 0, 1, 1, 0, 0])
+    inputs = TokenInputs(
+        mask_BT=torch.tensor(mask),
+        sampler_logprobs_BT=torch.tensor(sampler),
+        orm_advantage_B=torch.tensor(orm),
+        old_logprobs_BT=torch.tensor(old),
+        teacher_logprobs_BT=torch.tensor(teacher),
+        group_tokens_B=torch.tensor(group_tokens(mask, groups)),
+        domain_weight_B=torch.tensor(np.where(domain == 0, 0.5, 3.0)),
+    )
+    config = objective(
+        loss={"name": "ppo"},
+        aggregation="token",
+        truncation={"kind": "none"},
+        kl={"kind": "k2", "weight": 0.1},
+    )
+    _, gradient, stats = run(student, inputs, config, totals_of(mask, groups))
+    metrics = summarise(domain_sums(stats, inputs.mask_BT, torch.tensor(domain), 3), NAMES)
+
+    gradient = np.abs(gradient.numpy())
+    for index, name in ((0, "spell"), (1, "sum")):
+        cells = mask & (domain == index)[:, None]
+        distil = np.clip(teacher - student, -5, 5)
+        advantage, moved = distil + orm[:, None], student - old
+        ratio = np.exp(moved)
+        cut = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
+        want = {
+            "gradient_share": gradient[cells].sum() / gradient.sum(),
+            "prompt_share": 0.75 if index == 0 else 0.25,
+            "token_share": cells.sum() / mask.sum(),
+            "gap": np.abs(distil[cells]).mean(),
+            "policy_clip_fraction": cut[cells].mean(),
+            "policy_update_k3": (ratio - 1 - moved)[cells].mean(),
+            "reference_kl": ((student - teacher) ** 2 / 2)[cells].mean(),
+            "k1": -(old - sampler)[cells].mean(),
+        }
+        for key, value in want.items():
+            assert metrics[f"domain/{name}/{key}"] == pytest.approx(value, abs=1e-12), key
+    assert 0.05 < metrics["domain/sum/gradient_share"] < 0.95
+    assert metrics["policy_clip_fraction"] > 0 and metrics["policy_update_k3"] > 0
+    assert metrics["domain/empty/gap"] == 0 == metrics["domain/empty/prompt_share"]
+
+
+def test_the_gradient_share_of_divergences_and_no_reverse_kl_without_a_teacher():
+    mask = np.array([[True, True], [True, False]])
+    inputs = TokenInputs(
+        mask_BT=torch.tensor(mask),
+        sampler_logprobs_BT=tensor([[-1.0, -9.0], [-1.0, 0.0]]),  # the second is dropped
+        orm_advantage_B=tensor([0.0, 0.5]),
+        divergence_BT=tensor([[3.0, 7.0], [2.0, math.nan]]).requires_grad_(),
+    )
+    config = objective(teacher={"signal": "full", "weight": 0.5})
+    loss, gradient, stats = run(np.full((2, 2), -1.0), inputs, config)
+    # rows: .5 * 3 / 2 and (.5 * 2 + .5) / 1, over two sequences
+    assert loss == pytest.approx((1.5 / 2 + 1.0 + 0.5) / 2)
+    assert gradient.tolist() == [[0.0, 0.0], [-0.25, 0.0]]
+    sums = domain_sums(stats, inputs.mask_BT, torch.tensor([0, 1]), 3)
+    metrics = summarise(sums, NAMES)
+    assert metrics["domain/spell/gradient_share"] == pytest.approx(0.75 / 2.25)
+    assert metrics["domain/sum/gradient_share"] == pytest.approx(1.5 / 2.25)
+    assert metrics["domain/spell/gap"] == 5.0 and metrics["gap"] == 4.0
+    missing = ("reverse_kl", "entropy", "reference_kl", "prompt_share")
+    assert not any(key.endswith(missing) for key in metrics)
+
+
+def test_gradient_share_is_the_starvation_of_a_token_mean():
+    """Answers of 80 and 4 tokens with equal advantages: 4/84 of the gradient, 1/2 of the prompts;
+    weights of .525 and 10.5 make it 1/2."""
+    mask = np.arange(80) < np.array([[80], [4]])
+    flat = np.full(mask.shape, -1.0)
+    for weight, share in ((None, 4 / 84), ([0.525, 10.5], 0.5)):
+        inputs = TokenInputs(
+            mask_BT=torch.tensor(mask),
+            sampler_logprobs_BT=tensor(flat),
+            orm_advantage_B=tensor([0.0, 0.0]),
+            teacher_logprobs_BT=tensor(flat + np.array([[1.0], [-1.0]])),
+            group_tokens_B=tensor([80, 4]),
+            domain_weight_B=None if weight is None else tensor(weight),
+        )
+        _, _, stats = run(flat, inputs, objective(aggregation="token"))
+        metrics = summarise(domain_sums(stats, inputs.mask_BT, torch.tensor([0, 1]), 3), NAMES)
+        assert metrics["domain/sum/gradient_share"] == pytest.approx(share)
+        assert metrics["domain/sum/prompt_share"] == 0.5
 
 
 def test_k1_and_k3_estimate_kl_of_sampler_from_trainer():
