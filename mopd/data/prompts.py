@@ -6,7 +6,7 @@ Everything wrong with a file is reported together, each fault with its file and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,8 @@ def load_domain(
 
     JSONL rows: ``prompt`` (text) or ``messages`` (a chat; needs ``prompts.chat``), and optionally
     ``answer`` (text) and ``domain`` (must be this one); other keys become the prompt's metadata.
-    ``prompts.difficulty`` names a key that every row (or a task's every item) must have as a
-    finite number.
+    ``prompts.difficulty`` names a key that every row to train on (or a task's every item) must have
+    as a finite number.
 
     tokenizer: a transformers tokenizer, the student's.
     known_domains: all names, for the suggestion when a row names another domain.
@@ -88,7 +88,9 @@ def load_domain(
     held_rows: list[Row] = []
     if cfg.prompts.held_out_jsonl is not None:
         held_file = Path(cfg.prompts.held_out_jsonl)
-        held_rows = read_rows(held_file, name, cfg, known, faults, notes)
+        # A curriculum draws training prompts only.
+        held_cfg = replace(cfg, prompts=replace(cfg.prompts, difficulty=None))
+        held_rows = read_rows(held_file, name, held_cfg, known, faults, notes)
         trained = {row.key: row.number for row in rows}
         faults += [
             f"{held_file}:{row.number}: this held-out prompt is also trained on "

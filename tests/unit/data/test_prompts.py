@@ -196,6 +196,9 @@ def test_difficulties_of_rows(write: Write, plain: Any) -> None:
     assert all(p.difficulty is None for p in plain_data.train)
     message = fault(write(given, difficulty="levle"), plain)
     assert "p.jsonl:1: no 'levle' to take the difficulty from; did you mean 'level'?" in message
+    write(rows(2, 100), file="h.jsonl")  # held out: never drawn, needs none
+    cfg = write(given, held_out_jsonl="h.jsonl", held_out=2, difficulty="level")
+    assert [p.difficulty for p in load_domain("math", cfg, plain).held_out] == [None, None]
 
 
 @pytest.mark.parametrize("value", ["3", True, None, [1], b"1e999", b"1" + b"0" * 400])
