@@ -22,6 +22,10 @@ from mopd.errors import ModelError
 _NAME = re.compile(r"step_(\d{6,})")
 
 
+PARTS = ("prompts", "credit")
+"""What a checkpoint holds beside the student: the prompt mixture and the advantages' memory."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """One finished checkpoint."""
@@ -34,8 +38,8 @@ class Checkpoint:
     def student(self) -> Path:
         return self.path / "student"
 
-    def prompts_state(self) -> dict[str, Any]:
-        """What the prompt mixture's `state_dict` gave.
+    def state(self) -> dict[str, Any]:
+        """The `state_dict`s that were saved beside the student, by part.
 
         Raises:
             ModelError: the state file is missing or damaged.
@@ -45,7 +49,7 @@ class Checkpoint:
             state = json.loads(path.read_text())
             if state["step"] != self.step:
                 raise ValueError(f"says step {state['step']}")
-            return state["prompts"]
+            return {part: state[part] for part in PARTS}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(
                 f"{path}: not a usable checkpoint ({error}); remove {self.path} to go on from "
@@ -68,11 +72,15 @@ async def save_checkpoint(
     run_dir: Path,
     step: int,
     save_student: Callable[[Path], Awaitable[None]],
-    prompts_state: dict[str, Any],
+    state: dict[str, Any],
     *,
     keep: int,
 ) -> Checkpoint:
-    """Write the checkpoint of `step` finished steps, then remove all but the newest `keep`."""
+    """Write the checkpoint of `step` finished steps, then remove all but the newest `keep`.
+
+    state: part -> its `state_dict`, plain JSON, for each of PARTS.
+    """
+    assert set(state) == set(PARTS), state
     folder = run_dir / "checkpoints"
     for leftover in folder.glob("*.partial"):
         shutil.rmtree(leftover)
@@ -80,7 +88,7 @@ async def save_checkpoint(
     partial = folder / f"{final.name}.partial"
     partial.mkdir(parents=True)
     await save_student(partial / "student")
-    (partial / "state.json").write_text(json.dumps({"step": step, "prompts": prompts_state}))
+    (partial / "state.json").write_text(json.dumps({"step": step, **state}))
     if final.exists():  # the same step again, after a resume: the new one is as good
         shutil.rmtree(final)
     partial.rename(final)

@@ -19,9 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from mopd.config.objective_needs import needs_teacher, sampler_top_k
 from mopd.config.schema import Config
+from mopd.credit import Credit, reward_of
 from mopd.errors import FailureBudgetError
-from mopd.objective.orm import group_advantages
+from mopd.objective.orm import zero_variance_groups
 from mopd.protocols import (
     Evaluator,
     Judge,
@@ -33,7 +35,7 @@ from mopd.protocols import (
     VerifierFailed,
     WeightSync,
 )
-from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, TrainSample, group_of
+from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, group_of
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Parts:
     rollouts: RolloutSource
     teachers: TeacherScorer
     judge: Judge
+    credit: Credit
     student: Student
     sync: WeightSync
     evaluator: Evaluator
@@ -66,20 +69,18 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
     for step in range(first_step, train_config.steps):
         timer = StageTimer(parts.observer)
         prompts = parts.prompts.draw(train_config.prompts_per_step)
-        requests = sample_requests(step, prompts, train_config.samples_per_prompt)
-
-        scored, counts = await collect(parts, requests, config.rollout.temperature, timer)
-        require_within_budget(step, len(requests), counts, config)
-        samples = training_samples(scored, config)
+        batch = await collect_step(parts, step, prompts, config, timer)
+        samples, metrics = parts.credit.samples(batch.scored, step)
 
         with timer("train"):
-            metrics = dict(await parts.student.step(samples, step))
+            metrics |= await parts.student.step(samples, step)
         with timer("sync"):
             metrics |= await parts.sync.publish(version=step + 1)
 
-        metrics |= reward_metrics(scored) | failure_metrics(len(requests), counts) | timer.metrics()
-        metrics["samples"] = float(len(samples))
-        parts.observer.step(step + 1, metrics, scored)
+        record_verdicts(parts.prompts, batch.judged)
+        metrics |= reward_metrics(batch.scored) | batch.metrics() | parts.prompts.metrics()
+        metrics |= {"samples": float(len(samples))} | timer.metrics()
+        parts.observer.step(step + 1, metrics, batch.scored)
 
         done = step + 1
         last = done == train_config.steps or parts.stop_requested()
@@ -94,8 +95,71 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
     return max(first_step, train_config.steps)
 
 
+@dataclass
+class Batch:
+    """One step's answers."""
+
+    scored: list[ScoredSample]
+    """What the step trains on."""
+    judged: list[ScoredSample]
+    """Every answer that was drawn, those of replaced groups too."""
+    counts: Counter[str]
+    """Failures by cause."""
+    requested: int
+    """Samples asked for."""
+    rounds: int = 0
+    """Extra rounds of dynamic sampling."""
+    replaced: int = 0
+    """Groups that an extra round replaced."""
+
+    def metrics(self) -> dict[str, float]:
+        """Failures as a share of the samples asked for, and by cause; dynamic sampling's work."""
+        metrics = {f"failures/{cause}": float(n) for cause, n in self.counts.items()}
+        metrics["failures/fraction"] = sum(self.counts.values()) / max(self.requested, 1)
+        if self.rounds:
+            metrics["sampling/rounds"] = float(self.rounds)
+            metrics["sampling/replaced_groups"] = float(self.replaced)
+        return metrics
+
+
+async def collect_step(
+    parts: Parts, step: int, prompts: Sequence[Prompt], config: Config, timer: StageTimer
+) -> Batch:
+    """The step's answers; with dynamic sampling (DAPO), groups whose rewards are all equal are
+    replaced by answers to fresh prompts of the same domains, for a bounded number of rounds.
+
+    What is still equal after the last round stays. Raises FailureBudgetError as soon as a round
+    loses too much.
+    """
+    per_prompt = config.train.samples_per_prompt
+    batch = Batch([], [], Counter(), 0)
+    fresh: Sequence[Prompt] = prompts
+    for round_number in range(1 + config.train.sampling.dynamic_rounds):
+        requests = sample_requests(step, fresh, per_prompt, batch.requested // per_prompt)
+        scored, counts = await collect(parts, requests, config, timer)
+        require_within_budget(step, len(requests), counts, config)
+        batch.scored += scored
+        batch.judged += scored
+        batch.counts += counts
+        batch.requested += len(requests)
+        if round_number == config.train.sampling.dynamic_rounds:
+            break
+        rewards = [reward_of(sample, config.objective.orm.reward) for sample in batch.scored]
+        groups = [group_of(sample.rollout.sample_id) for sample in batch.scored]
+        flat = zero_variance_groups(rewards, groups)
+        if not flat:
+            break
+        domain_of = {group_of(s.rollout.sample_id): s.rollout.prompt.domain for s in batch.scored}
+        wanted = Counter(domain_of[group] for group in flat)
+        fresh = [p for name in sorted(wanted) for p in parts.prompts.draw_more(name, wanted[name])]
+        batch.scored = [s for s in batch.scored if group_of(s.rollout.sample_id) not in flat]
+        batch.rounds += 1
+        batch.replaced += len(flat)
+    return batch
+
+
 def sample_requests(
-    step: int, prompts: Sequence[Prompt], samples_per_prompt: int
+    step: int, prompts: Sequence[Prompt], samples_per_prompt: int, first_place: int = 0
 ) -> list[tuple[str, Prompt]]:
     """(sample id, prompt) for every sample of the step.
 
@@ -104,15 +168,25 @@ def sample_requests(
     """
     return [
         (f"{step}:{place}:{prompt.id}:{k}", prompt)
-        for place, prompt in enumerate(prompts)
+        for place, prompt in enumerate(prompts, first_place)
         for k in range(samples_per_prompt)
     ]
+
+
+def record_verdicts(prompts: PromptSource, judged: Sequence[ScoredSample]) -> None:
+    """Tell the prompt source how often each prompt was answered right."""
+    verdicts: dict[str, list[bool]] = {}
+    for sample in judged:
+        if sample.verdict is not None:
+            verdicts.setdefault(sample.rollout.prompt.id, []).append(sample.verdict.correct)
+    for prompt_id, correct in verdicts.items():
+        prompts.record(prompt_id, passed=sum(correct), judged=len(correct))
 
 
 async def collect(
     parts: Parts,
     requests: Sequence[tuple[str, Prompt]],
-    temperature: float,
+    config: Config,
     timer: StageTimer,
 ) -> tuple[list[ScoredSample], Counter[str]]:
     """Sample, score and judge. Scoring of the first answers runs while the last are drawn.
@@ -122,25 +196,35 @@ async def collect(
     """
     rollouts: dict[str, Rollout | None] = {}  # None: refused, and already counted
     scoring: list[asyncio.Task[Mapping[str, Any]]] = []
+    reference: list[asyncio.Task[Mapping[str, Any]]] = []
     judging: list[asyncio.Task[Mapping[str, Any]]] = []
     counts: Counter[str] = Counter()
+    temperature, reference_name = config.rollout.temperature, config.objective.kl.reference
+    ask_teacher = needs_teacher(config.objective)
     try:
         with timer("generate"):
-            async for finished in parts.rollouts.generate(requests, temperature=temperature):
+            async for finished in parts.rollouts.generate(
+                requests, temperature=temperature, top_k=sampler_top_k(config.objective)
+            ):
                 refused = {r.sample_id: why for r in finished if (why := parts.refuse(r))}
                 counts.update(f"rollout: {why}" for why in refused.values())
                 group = [r for r in finished if r.sample_id not in refused]
                 rollouts |= {r.sample_id: r for r in group} | dict.fromkeys(refused)
                 if not group:
                     continue
-                scoring.append(asyncio.ensure_future(parts.teachers.score(group)))
+                if ask_teacher:
+                    scoring.append(asyncio.ensure_future(parts.teachers.score(group)))
+                if reference_name is not None:
+                    asked = parts.teachers.score(group, teacher=reference_name)
+                    reference.append(asyncio.ensure_future(asked))
                 judging.append(asyncio.ensure_future(parts.judge.judge(group)))
         with timer("score"):
             scores = merge(await asyncio.gather(*scoring))
+            references = merge(await asyncio.gather(*reference))
         with timer("judge"):
             verdicts = merge(await asyncio.gather(*judging))
     finally:
-        for task in (*scoring, *judging):
+        for task in (*scoring, *reference, *judging):
             task.cancel()
 
     samples = []
@@ -152,8 +236,11 @@ async def collect(
             continue
         score, verdict = scores.get(sample_id), verdicts.get(sample_id)
         failures = []
-        if not isinstance(score, TeacherScore):
+        if ask_teacher and not isinstance(score, TeacherScore):
             failures.append(f"teacher: {score or 'no answer'}")
+        by_reference = references.get(sample_id)
+        if reference_name is not None and not isinstance(by_reference, TeacherScore):
+            failures.append(f"teacher {reference_name}: {by_reference or 'no answer'}")
         if isinstance(verdict, VerifierFailed):
             failures.append(f"verifier: {verdict}")
         counts.update(failures)
@@ -164,6 +251,9 @@ async def collect(
                 teacher_topk=score.topk if isinstance(score, TeacherScore) else None,
                 verdict=None if isinstance(verdict, VerifierFailed) else verdict,
                 failures=tuple(failures),
+                reference_logprobs=(
+                    by_reference.logprobs if isinstance(by_reference, TeacherScore) else None
+                ),
             )
         )
     return samples, counts
@@ -172,44 +262,6 @@ async def collect(
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Union of id -> value maps."""
     return {key: value for part in parts for key, value in part.items()}
-
-
-def training_samples(scored: Sequence[ScoredSample], config: Config) -> list[TrainSample]:
-    """The live samples, each with alpha_domain * A_ORM of its own group.
-
-    A sample without teacher scores is dropped (never scored by another domain's teacher, never
-    zero-filled). One without a verdict keeps its distillation part; its ORM part is 0 and it is
-    no part of its group's baseline.
-    """
-    rewards = [reward_of(sample, config.objective.reward) for sample in scored]
-    groups = [group_of(sample.rollout.sample_id) for sample in scored]
-    advantages = group_advantages(rewards, groups, config.objective.orm)
-    return [
-        TrainSample(
-            sample_id=sample.rollout.sample_id,
-            domain=sample.rollout.prompt.domain,
-            prompt_ids=sample.rollout.prompt.token_ids,
-            response_ids=sample.rollout.response_ids,
-            sampler_logprobs=sample.rollout.sampler_logprobs,
-            teacher_logprobs=sample.teacher_logprobs,
-            orm_advantage=alpha_of(sample.rollout.prompt.domain, config) * advantage,
-        )
-        for sample, advantage in zip(scored, advantages, strict=True)
-        if sample.teacher_logprobs is not None
-    ]
-
-
-def reward_of(sample: ScoredSample, kind: str) -> float | None:
-    """The outcome reward, or None where there is no verdict."""
-    if sample.verdict is None:
-        return None
-    return float(sample.verdict.correct) if kind == "correct" else sample.verdict.score
-
-
-def alpha_of(domain: str, config: Config) -> float:
-    """The domain's own alpha, or the objective's."""
-    own = config.domains[domain].alpha
-    return config.objective.alpha if own is None else own
 
 
 def require_within_budget(step: int, total: int, counts: Counter[str], config: Config) -> None:
@@ -241,12 +293,6 @@ def reward_metrics(scored: Sequence[ScoredSample]) -> dict[str, float]:
             metrics[f"domain/{domain}/reward"] = sum(v.correct for v in verdicts) / len(verdicts)
             metrics[f"domain/{domain}/score"] = sum(v.score for v in verdicts) / len(verdicts)
     return metrics
-
-
-def failure_metrics(total: int, counts: Counter[str]) -> dict[str, float]:
-    """Failures as a share of the step's samples, and by cause."""
-    metrics = {f"failures/{cause}": float(n) for cause, n in counts.items()}
-    return metrics | {"failures/fraction": sum(counts.values()) / max(total, 1)}
 
 
 @dataclass

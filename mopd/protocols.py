@@ -119,6 +119,18 @@ class PromptSource(Protocol):
 
     def draw(self, n: int) -> list[Prompt]: ...
 
+    def draw_more(self, domain: str, n: int) -> list[Prompt]:
+        """Further prompts of one domain, beside its share."""
+        ...
+
+    def record(self, prompt_id: str, passed: int, judged: int) -> None:
+        """How many of a prompt's judged answers were right."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What the sampling rules are doing."""
+        ...
+
 
 class Observer(Protocol):
     """Whoever watches the run: display, metrics files, transcripts."""

@@ -18,7 +18,10 @@ from typing import Any
 from mopd.build import Prepared
 from mopd.checkpoints import Checkpoint, save_checkpoint
 from mopd.config.load import save_config
+from mopd.config.objective_needs import support_of, teacher_top_k
+from mopd.credit import Credit
 from mopd.errors import ConfigError
+from mopd.evaluation.beforehand import teacher_warnings, verifier_warnings
 from mopd.evaluation.evaluators import HeldOutEvaluator
 from mopd.evaluation.items import Answers
 from mopd.evaluation.report import write_report
@@ -132,6 +135,7 @@ class System:
             max_logprob_error=self._config.weight_sync.max_logprob_error,
         )
         self._mixture = prepared.mixture()
+        self._credit = Credit(prepared.config)
 
     @classmethod
     async def start(
@@ -145,16 +149,19 @@ class System:
         """Start every process at once and wait until all of them answer."""
         config = prepared.config
         layout, student_config = config.student.parallel, config.student
+        reference = config.objective.kl.reference
         startup = Startup(progress.waiting, progress.note)
         logs = (run_dir / "logs").resolve()
         logs.mkdir(parents=True, exist_ok=True)
-        judge = JudgePool(config.domains, prepared.decode, logs)
+        judge = JudgePool(prepared.judged(), prepared.decode, logs)
         teachers = TeacherFleet(
             config,
             logs,
             host=host,
             needed_tokens=prepared.teacher_tokens(),
             tokenized=prepared.tokenized(),
+            top_k=teacher_top_k(config.objective),
+            support=support_of(config.objective),
         )
         stack.push_async_callback(teachers.close)
         engines = RolloutPool(config.rollout)
@@ -171,7 +178,7 @@ class System:
 
         await _all_or_first_error(
             start_judge(),
-            teachers.start(startup),
+            teachers.start(startup, extra=[reference] if reference else []),
             engines.build(
                 startup,
                 log_dir=logs,
@@ -195,6 +202,8 @@ class System:
                 valid_vocab=prepared.valid_vocab,
                 pad_id=prepared.eos_token_ids[0],
                 seed=config.seed,
+                epochs=config.train.epochs,
+                minibatches=config.train.minibatches,
             ),
         )
         return cls(prepared, progress, run_dir, student, engines, teachers, judge)
@@ -215,6 +224,8 @@ class System:
                 self._run_dir,
                 metrics.write_evaluation,
                 progress.evaluation,
+                self._prepared.domain_of,
+                self._prepared.decode,
             )
             evaluator.forget_after(first_step)
             progress.stage("verify weights")
@@ -222,11 +233,13 @@ class System:
             progress.stage("evaluate base and teachers")
             base = await evaluator.student_answers(0)
             teacher = await evaluator.teacher_answers()
-            for line in teacher_warnings(base, teacher):
+            for line in self._first_warnings(base, teacher):
                 progress.warn(line)
             if checkpoint is not None:
                 progress.stage("resume")
-                self._mixture.load_state_dict(checkpoint.prompts_state())
+                state = checkpoint.state()
+                self._mixture.load_state_dict(state["prompts"])
+                self._credit.load_state_dict(state["credit"])
                 await self._student.load(checkpoint.student)
                 await self._sync.publish(version=first_step)
 
@@ -255,16 +268,30 @@ class System:
             {"base": base, "teacher": teacher, "student": student},
             replicates=config.evaluation.bootstrap,
             seed=config.evaluation.seed,
-            majority={
-                name: data.majority_baseline
-                for name, data in self._prepared.domains.items()
-                if data.majority_baseline is not None
-            },
+            majority=self._prepared.majority(),
+            without_teacher=list(config.evaluation.general),
+            domains=self._prepared.domain_sets(),
         )
         write_retention(retention, self._run_dir / "retention.json")
         progress.stage("save student")
         await self._student.save_hf(self._run_dir / "student")
         return Outcome(self._run_dir, done, retention, write_report(self._run_dir))
+
+    def _first_warnings(self, base: Answers, teacher: Answers) -> list[str]:
+        """What base and teachers say of the run before its first step."""
+        domain_of = {name: self._prepared.domain_of(name) for name in base}
+        return [
+            *teacher_warnings(
+                base,
+                teacher,
+                student_model=self._config.student.model,
+                teacher_of={
+                    name: None if domain is None else self._config.domains[domain].teacher
+                    for name, domain in domain_of.items()
+                },
+            ),
+            *verifier_warnings({"base": base, "teacher": teacher}),
+        ]
 
     def parts(
         self, evaluator: Evaluator, observer: Observer, stop_requested: Callable[[], bool]
@@ -275,6 +302,7 @@ class System:
             rollouts=self._engines,
             teachers=self._teachers,
             judge=self._judge,
+            credit=self._credit,
             student=self._student,
             sync=self._sync,
             evaluator=evaluator,
@@ -289,34 +317,9 @@ class System:
             self._run_dir,
             step,
             self._student.save,
-            self._mixture.state_dict(),
+            {"prompts": self._mixture.state_dict(), "credit": self._credit.state_dict()},
             keep=self._config.train.keep_checkpoints,
         )
-
-
-def teacher_warnings(base: Answers, teacher: Answers) -> list[str]:
-    """A teacher no better than the base pulls the student down; a base near 0 cannot learn."""
-    lines = []
-    for name in base:
-        pairs = [
-            (b.correct, t.correct)
-            for b, t in zip(base[name], teacher[name], strict=True)
-            if b.correct is not None and t.correct is not None
-        ]
-        if not pairs:
-            continue
-        b, t = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-        if t <= b:
-            lines.append(
-                f"domain {name}: its teacher answers {t:.1%} of the held-out prompts, the base "
-                f"{b:.1%}: distillation will pull the student down to it"
-            )
-        elif b < 0.05:
-            lines.append(
-                f"domain {name}: the base answers {b:.1%}: a student that never succeeds learns "
-                "slowly, if at all, from its own samples"
-            )
-    return lines
 
 
 class RunObserver:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from mopd import objective_names
 from mopd.config.model_files import (
     ModelLimits,
     folder_problem,
@@ -22,13 +24,24 @@ from mopd.config.model_files import (
     is_hub_name,
     read_model_limits,
 )
+from mopd.config.objective import (
+    BalanceConfig,
+    ObjectiveConfig,
+    OrmConfig,
+    PolicyLossConfig,
+    ReferenceKLConfig,
+    ScheduleConfig,
+    TeacherSignalConfig,
+    TruncationConfig,
+)
+from mopd.config.objective_checks import check_objective, objective_warnings
 from mopd.config.placement import placement_text, total_reserved
 from mopd.config.schema import (
     Config,
     DomainConfig,
     EvaluationConfig,
+    EvaluationSetConfig,
     FailuresConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     ParallelConfig,
     PromptsConfig,
@@ -122,16 +135,43 @@ RANGES: dict[type, dict[str, Range]] = {
         "timeout_s": _POSITIVE,
         "retries": _NOT_NEGATIVE,
         "start_timeout_s": _POSITIVE,
+        "max_restarts": _NOT_NEGATIVE,
+        "pause_s": _NOT_NEGATIVE,
     },
     PromptsConfig: {"size": _COUNT, "seed": _SEED},
     VerifierConfig: {"timeout_s": _POSITIVE},
     DomainConfig: {"held_out": _NOT_NEGATIVE, "alpha": _NOT_NEGATIVE, "weight": _NOT_NEGATIVE},
-    ObjectiveConfig: {
-        "alpha": _NOT_NEGATIVE,
-        "icepop_low": _FRACTION,
-        "icepop_high": Range(1),
-        "advantage_clip": _NOT_NEGATIVE,
+    ObjectiveConfig: {"constant_length": _POSITIVE},
+    TeacherSignalConfig: {
+        "weight": _NOT_NEGATIVE,
+        "jsd_beta": _FRACTION,
+        "top_k": _COUNT,
+        "clip": _NOT_NEGATIVE,
     },
+    OrmConfig: {
+        "alpha": _NOT_NEGATIVE,
+        "baseline": Range(-math.inf),
+        "baseline_decay": Range(0, 1, below=True),
+        "all_wrong": Range(-math.inf, 0),
+        "overlong_buffer": _COUNT,
+    },
+    ScheduleConfig: {
+        "value": _NOT_NEGATIVE,
+        "end_value": _NOT_NEGATIVE,
+        "from_step": _NOT_NEGATIVE,
+        "until_step": _COUNT,
+    },
+    PolicyLossConfig: {
+        "clip_low": _FRACTION,
+        "clip_high": _POSITIVE,
+        "tau_positive": _POSITIVE,
+        "tau_negative": _POSITIVE,
+        "delta": _POSITIVE,
+        "mu": _NOT_NEGATIVE,
+    },
+    TruncationConfig: {"low": _FRACTION, "high": Range(1)},
+    ReferenceKLConfig: {"weight": _NOT_NEGATIVE},
+    BalanceConfig: {"exponent": _NOT_NEGATIVE, "low": _POSITIVE, "high": _POSITIVE},
     TrainConfig: {
         "steps": _COUNT,
         "prompts_per_step": _COUNT,
@@ -149,7 +189,15 @@ RANGES: dict[type, dict[str, Range]] = {
         "retire_after": _COUNT,
         "dynamic_rounds": _NOT_NEGATIVE,
     },
-    EvaluationConfig: {"every": _NOT_NEGATIVE, "bootstrap": _COUNT, "seed": _SEED},
+    EvaluationConfig: {
+        "every": _NOT_NEGATIVE,
+        "bootstrap": _COUNT,
+        "seed": _SEED,
+        "samples": _NOT_NEGATIVE,
+        "temperature": _POSITIVE,
+        "patience": _NOT_NEGATIVE,
+    },
+    EvaluationSetConfig: {"items": _COUNT},
     FailuresConfig: {"max_masked_fraction": _FRACTION, "max_verifier_failures": _FRACTION},
     WeightSyncConfig: {"probe_sequences": _COUNT, "max_logprob_error": _POSITIVE},
 }
@@ -161,9 +209,6 @@ NO_CONTEXT_PARALLEL = (
 )
 
 VERIFIER_NAMES = ("exact_match", "math_verify", "reasoning_gym")
-GROUP_RELATIVE = ("grpo", "rloo", "dr_grpo")
-"""ORM estimators whose baseline is the group's own mean, so that a group of one gives 0."""
-
 NAMES: dict[type, dict[str, tuple[str, ...]]] = {
     OptimizerConfig: {"schedule": ("constant", "linear", "cosine")},
     StudentConfig: {
@@ -173,20 +218,40 @@ NAMES: dict[type, dict[str, tuple[str, ...]]] = {
     },
     TeacherConfig: {"dtype": ("float32", "bfloat16", "float16", "auto")},
     ObjectiveConfig: {
-        "orm": GROUP_RELATIVE,
-        "reward": ("correct", "score"),
-        "denominator": ("response", "kept"),
-        "aggregation": ("sequence",),
+        "denominator": objective_names.DENOMINATORS,
+        "aggregation": objective_names.AGGREGATIONS,
     },
+    TeacherSignalConfig: {
+        "signal": objective_names.SIGNALS,
+        "direction": objective_names.DIRECTIONS,
+        "support": objective_names.SUPPORTS,
+    },
+    OrmConfig: {
+        "estimator": objective_names.ESTIMATORS,
+        "reward": ("correct", "score"),
+        "zero_variance": ("keep", "drop"),
+    },
+    ScheduleConfig: {"kind": objective_names.SCHEDULES},
+    PolicyLossConfig: {"name": tuple(objective_names.POLICY_LOSS_SPECS)},
+    TruncationConfig: {
+        "kind": tuple(objective_names.TRUNCATION_BOUNDS),
+        "ratio": objective_names.RATIOS,
+    },
+    ReferenceKLConfig: {"kind": objective_names.REFERENCE_KLS},
+    BalanceConfig: {"kind": objective_names.BALANCES},
     SamplingConfig: {"order": ("shuffle", "prioritised", "curriculum")},
+    EvaluationConfig: {
+        "keep_best": ("worst_headroom", "mean_headroom", "worst_retention", "off"),
+    },
     VerifierConfig: {"name": VERIFIER_NAMES},
 }
 
 _NAME = re.compile(r"\w[\w.-]*$")
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*$")
 _STARTED_ONLY = (
-    "revision dtype replicas tensor_parallel_size kv_cache_gib threads gpus engine_args".split()
-)
+    "revision dtype replicas tensor_parallel_size kv_cache_gib threads gpus max_restarts "
+    "engine_args"
+).split()
 _TASK_ONLY = "params size seed template key_fields unordered_key".split()
 _OWN_ENGINE_ARGS = {
     "model": "model",
@@ -212,8 +277,9 @@ def check_config(config: Config) -> list[str]:
         *_run(config),
         *_teachers(config),
         *_domains(config),
-        *_objective(config),
+        *check_objective(config),
         *_student(config),
+        *_evaluation(config),
     ]
 
 
@@ -249,7 +315,7 @@ def config_warnings(config: Config) -> list[str]:
             f"weight_sync.max_logprob_error is {config.weight_sync.max_logprob_error:g} nats: "
             "bfloat16 engines differ by more than that from the trainer"
         )
-    return found
+    return [*found, *objective_warnings(config)]
 
 
 def _values(node: Any, path: str) -> Iterator[str]:
@@ -330,6 +396,8 @@ def _teachers(config: Config) -> Iterator[str]:
                 )
             elif problem := _model_problem(teacher.model, teacher.revision):
                 yield f"{key}.model: {problem}"
+            else:
+                yield from _server_size(teacher, key)
         else:
             for field in _STARTED_ONLY:
                 if getattr(teacher, field) != getattr(defaults, field):
@@ -343,31 +411,17 @@ def _teachers(config: Config) -> Iterator[str]:
             bare = [url.rstrip("/") for url in teacher.endpoints]
             for url in sorted({url for url in bare if bare.count(url) > 1}):
                 yield f"{key}.endpoints: {url} is listed twice"
-            else:
-                yield from _server_size(teacher, key)
+        if teacher.api_key_env and not os.environ.get(teacher.api_key_env):
+            yield (
+                f"{key}.api_key_env: the environment variable {teacher.api_key_env!r} is not set; "
+                "expected the bearer token of the teacher's servers in it"
+            )
         for arg in teacher.engine_args:
             plain = arg.lstrip("-").replace("-", "_")
             if plain in _OWN_ENGINE_ARGS:
                 yield f"{key}.engine_args.{arg}: use {key}.{_OWN_ENGINE_ARGS[plain]} for that"
             elif plain in _SERVER_ARGS:
                 yield f"{key}.engine_args.{arg}: chosen by mopd for each server; leave it out"
-
-
-def _model_problem(model: str, revision: str | None) -> str | None:
-    if not is_hub_name(model):
-        problem = folder_problem(model)
-        if problem is None and revision is not None:
-            return f"{model} is a folder, which has no revision ({revision!r}); leave it out"
-        return problem
-    cached = hub_cache_folder(model, revision)
-    if cached is not None:
-        return folder_problem(cached)
-    at = "" if revision is None else f" --revision {revision}"
-    return (
-        f"{model!r} is no folder here (working directory {Path.cwd()}) and not in the Hugging Face "
-        f"cache{' in that revision' if at else ''}, and a run fetches nothing by itself; fetch it "
-        f"first: hf download {model}{at}"
-    )
 
 
 def _server_size(teacher: TeacherConfig, key: str) -> Iterator[str]:
@@ -399,6 +453,23 @@ def _server_size(teacher: TeacherConfig, key: str) -> Iterator[str]:
             f"{key}.tensor_parallel_size {size} does not divide the {limits.num_heads} heads of "
             f"{teacher.model}"
         )
+
+
+def _model_problem(model: str, revision: str | None) -> str | None:
+    if not is_hub_name(model):
+        problem = folder_problem(model)
+        if problem is None and revision is not None:
+            return f"{model} is a folder, which has no revision ({revision!r}); leave it out"
+        return problem
+    cached = hub_cache_folder(model, revision)
+    if cached is not None:
+        return folder_problem(cached)
+    at = "" if revision is None else f" --revision {revision}"
+    return (
+        f"{model!r} is no folder here (working directory {Path.cwd()}) and not in the Hugging Face "
+        f"cache{' in that revision' if at else ''}, and a run fetches nothing by itself; fetch it "
+        f"first: hf download {model}{at}"
+    )
 
 
 def _url_problem(url: str) -> str | None:
@@ -478,30 +549,6 @@ def _verifier(domain: DomainConfig, key: str) -> Iterator[str]:
         )
 
 
-def _objective(config: Config) -> Iterator[str]:
-    objective = config.objective
-    alone = config.train.samples_per_prompt == 1 and objective.orm in GROUP_RELATIVE
-    reasoned = False
-    for name, domain in config.domains.items():
-        inherited = domain.alpha is None
-        alpha = objective.alpha if domain.alpha is None else domain.alpha
-        if not alpha > 0:
-            continue
-        if domain.verifier is None:
-            source = "objective.alpha" if inherited else f"domains.{name}.alpha"
-            yield (
-                f"{source} is {alpha:g}, but domains.{name} has no verifier to reward its "
-                f"answers: give it one, or set domains.{name}.alpha to 0"
-            )
-        elif alone and not reasoned:
-            reasoned = True
-            yield (
-                f"domains.{name} has alpha {alpha:g}, but with train.samples_per_prompt 1 a group "
-                f"is its own baseline and objective.orm {objective.orm!r} is always 0: sample "
-                "2 or more, or set alpha to 0"
-            )
-
-
 def _student(config: Config) -> Iterator[str]:
     student, layout = config.student, config.student.parallel
     if student.freeze_routers and student.router_bias_update_rate > 0:
@@ -558,6 +605,47 @@ def _student(config: Config) -> Iterator[str]:
             f"rollout.max_response_tokens {config.rollout.max_response_tokens} leaves no room for "
             f"a prompt in the context {where} ({limits.max_position_embeddings} tokens)"
         )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+    evaluation, defaults = config.evaluation, EvaluationConfig()
+    taken = dict.fromkeys(config.domains, "domains")
+    for kind, sets in (("general", evaluation.general), ("benchmarks", evaluation.benchmarks)):
+        yield from _names(sets, f"evaluation.{kind}", "set")
+        for name, each in sets.items():
+            key = f"evaluation.{kind}.{name}"
+            if name in taken:
+                yield f"{key}: {taken[name]} has that name already; results are kept by it"
+            taken.setdefault(name, f"evaluation.{kind}")
+            # Such a set is read as a domain is, without a split.
+            alike = DomainConfig(prompts=each.prompts, verifier=each.verifier, held_out=0)
+            yield from _prompts(alike, key)
+            yield from _verifier(alike, key)
+            if each.prompts.held_out_jsonl is not None:
+                yield f"{key}.prompts.held_out_jsonl: all of a set is held out; use jsonl"
+            if each.verifier is None:
+                yield f"{key} has no verifier: its answers could not be judged"
+            if kind == "general" and each.domain is not None:
+                yield (
+                    f"{key}.domain is {each.domain!r}, but a general set is nobody's; a further "
+                    "set of a domain goes under evaluation.benchmarks"
+                )
+            if kind == "benchmarks" and each.domain not in config.domains:
+                hint = nearest(each.domain, config.domains) if each.domain else ""
+                yield f"{key}.domain: {each.domain!r} is not one of the domains{hint}"
+    if evaluation.samples == 0:
+        for field in ("temperature", "pass_at"):
+            if getattr(evaluation, field) != getattr(defaults, field):
+                yield f"evaluation.{field} has no effect while evaluation.samples is 0"
+    elif wrong := [k for k in evaluation.pass_at if not 1 <= k <= evaluation.samples]:
+        yield (
+            f"evaluation.pass_at: {wrong} not within 1 and evaluation.samples "
+            f"({evaluation.samples})"
+        )
+    if evaluation.patience and not evaluation.every:
+        yield "evaluation.patience has no effect while evaluation.every is 0"
+    if evaluation.patience and evaluation.keep_best == "off":
+        yield "evaluation.patience needs evaluation.keep_best, by which a student is the better one"
 
 
 def _names(entries: Mapping[str, Any], section: str, what: str) -> Iterator[str]:

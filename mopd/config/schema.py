@@ -12,6 +12,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from mopd.config.objective import ObjectiveConfig
+
 
 @dataclass
 class RayConfig:
@@ -103,6 +105,9 @@ class TeacherConfig:
     timeout_s: float = 60.0
     retries: int = 2
     start_timeout_s: float = 300.0
+    max_restarts: int = 3  # of dead or hung servers, in one run; then its samples fail
+    pause_s: float = 120.0  # wait for it, when no server of it answers, before samples fail
+    api_key_env: str | None = None  # environment variable with the bearer token of its servers
     engine_args: dict[str, Any] = field(default_factory=dict)  # further vLLM server arguments
 
 
@@ -141,22 +146,8 @@ class DomainConfig:
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     held_out: int = 200  # prompts kept for evaluation, never trained on
     verifier: VerifierConfig | None = None
-    alpha: float | None = None  # weight of the ORM advantage; null takes objective.alpha
+    alpha: float | None = None  # weight of the ORM advantage; null takes objective.orm.alpha
     weight: float = 1.0  # share of the prompts drawn
-
-
-@dataclass
-class ObjectiveConfig:
-    """MATH: L = -E[ 1/|y| sum_t w_t A_t log pi ], A = clip(sg[log T - log pi]) + alpha * A_ORM."""
-
-    alpha: float = 0.0
-    orm: str = "grpo"
-    reward: str = "correct"  # correct (exact match) | score (partial credit)
-    icepop_low: float = 0.5
-    icepop_high: float = 5.0
-    advantage_clip: float = 5.0  # on the distillation part, nats; 0 turns it off
-    denominator: str = "response"  # response | kept: does a dropped token stay in |y|
-    aggregation: str = "sequence"
 
 
 @dataclass

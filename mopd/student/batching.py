@@ -16,7 +16,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mopd.types import TrainSample
+from mopd.types import TrainSample, group_of
+
+
+def updates(
+    samples: Sequence[TrainSample], epochs: int, minibatches: int
+) -> list[list[TrainSample]]:
+    """The samples of each optimizer update of a step: `epochs` passes over `minibatches` parts.
+
+    A prompt's samples stay together, in parts as even as they can be; a part without a prompt is
+    left out, so that there may be fewer. Without samples: one update of nothing.
+    """
+    groups: dict[str, list[TrainSample]] = {}
+    for sample in samples:
+        groups.setdefault(group_of(sample.sample_id), []).append(sample)
+    listed = list(groups.values())
+    bounds = [len(listed) * i // minibatches for i in range(minibatches + 1)]
+    parts = [
+        [sample for group in listed[a:b] for sample in group]
+        for a, b in zip(bounds, bounds[1:], strict=False)
+        if b > a
+    ]
+    return (parts or [[]]) * epochs
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mopd.config.schema import ObjectiveConfig, StudentConfig
+from mopd.config.objective import ObjectiveConfig
+from mopd.config.schema import StudentConfig
 from mopd.errors import ModelError
 from mopd.objective.stats import SUM_COLUMNS, summarise
 from mopd.student import (
@@ -32,7 +33,7 @@ from mopd.student import (
 )
 from mopd.student.families import family_of
 from mopd.student.files import write_tensors
-from mopd.student.loss_head import LossHead
+from mopd.student.loss_head import LossHead, Update
 from mopd.student.microbatches import Microbatch
 from mopd.student.optimizer import Optimizer
 from mopd.student.schedule import learning_rate
@@ -57,6 +58,8 @@ class StudentRank:
         master_addr: str = "127.0.0.1",
         master_port: int = 0,
         seed: int = 0,
+        epochs: int = 1,
+        minibatches: int = 1,
     ) -> None:
         """Join the other ranks and load `config.model`.
 
@@ -64,6 +67,7 @@ class StudentRank:
         valid_vocab: ids the tokenizer knows; rows of the head beyond it take no part in the
             softmax (nor do the rows added so that tp divides the vocabulary).
         total_steps: where the learning-rate schedule ends.
+        epochs, minibatches: `step` makes epochs * minibatches optimizer updates.
         Raises ConfigError for an impossible layout, ModelError for a checkpoint that does not fit;
         both before any weight is loaded.
         """
@@ -72,6 +76,7 @@ class StudentRank:
         self.config, self.objective = config, objective
         self.domains = list(domains)
         self.total_steps, self.temperature, self.pad_id = total_steps, temperature, pad_id
+        self.epochs, self.minibatches = epochs, minibatches
         self.family, source = _open_checkpoint(config)
         if not 1 <= valid_vocab <= self.family.vocabulary:
             raise ModelError(
@@ -149,12 +154,14 @@ class StudentRank:
         )
 
     def step(self, samples: Sequence[TrainSample], step_index: int) -> dict[str, float]:
-        """One optimizer step on `samples` (the whole step's, on every rank), counted from 0.
+        """The optimizer updates of one step on `samples` (the whole step's, on every rank).
 
-        Without a token that counts (no samples, or all outside the truncation band) nothing is
-        updated: weights, moments and Adam's count stay as they are.
+        `step_index` counts from 0. One update, or epochs * minibatches of them: the prompts are
+        dealt to the minibatches, and pi_old is the student before the first update. An update
+        without a token that counts (no samples, or all outside the truncation band) changes
+        nothing: weights, moments and Adam's count stay as they are.
         Raises ModelError for samples in `refusals`, and for a loss or gradient that is not
-        finite; the weights are untouched then.
+        finite; that update is not made.
         """
         refused = self.refusals(samples)
         if refused:
@@ -164,19 +171,47 @@ class StudentRank:
                 f"on: {shown}. Drop them and count them (StudentRank.refusals)."
             )
         lr = learning_rate(step_index, self.config.optimizer, self.total_steps)
-        loss, sums = self._forward_backward(samples)
-        if not math.isfinite(loss):
-            raise ModelError(
-                f"step {step_index}: the loss is {loss}; the weights were not touched. Look for "
-                "extreme teacher or sampler logprobs in the step's samples."
-            )
-        metrics = summarise(sums, self.domains)
-        kept = float(sums[:, SUM_COLUMNS.index("kept")].sum())
-        grad_norm = self._optimizer.step(lr, f"step {step_index}") if kept else 0.0
-        return {**metrics, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        parts = batching.updates(samples, self.epochs, self.minibatches)
+        old = self._old_logprobs(samples) if len(parts) > 1 else None
+        sums = torch.zeros(len(self.domains), len(SUM_COLUMNS), dtype=torch.float64)
+        losses, norms = [], []
+        for number, part in enumerate(parts, 1):
+            where = f"step {step_index}"
+            if len(parts) > 1:
+                where += f", update {number} of {len(parts)}"
+            loss, part_sums = self._forward_backward(part, old)
+            if not math.isfinite(loss):
+                raise ModelError(
+                    f"{where}: the loss is {loss}; this update was not made. Look for extreme "
+                    "teacher or sampler logprobs in the step's samples."
+                )
+            kept = float(part_sums[:, SUM_COLUMNS.index("kept")].sum())
+            norms.append(self._optimizer.step(lr, where) if kept else 0.0)
+            losses.append(loss)
+            sums += part_sums
+        return {
+            **summarise(sums, self.domains),
+            "loss": sum(losses) / max(len(losses), 1),
+            "grad_norm": sum(norms) / max(len(norms), 1),
+            "lr": lr,
+            "updates": float(len(parts)),
+        }
 
-    def _forward_backward(self, samples: Sequence[TrainSample]) -> tuple[float, Tensor]:
-        """Fill the gradient buffers; returns the step's loss and its domain sums, on all ranks."""
+    def _old_logprobs(self, samples: Sequence[TrainSample]) -> dict[str, list[float]]:
+        """sample id -> log pi of its response under the weights of now, as the loss takes it."""
+        values = self.logprobs(
+            [(s.prompt_ids, s.response_ids) for s in samples], self.temperature, whole_head=False
+        )
+        return {s.sample_id: v for s, v in zip(samples, values, strict=True)}
+
+    def _forward_backward(
+        self, samples: Sequence[TrainSample], old: Mapping[str, Sequence[float]] | None = None
+    ) -> tuple[float, Tensor]:
+        """Fill the gradient buffers; returns the update's loss and domain sums, on all ranks.
+
+        old: sample id -> log pi_old, where this is not the batch's only update.
+        """
+        update = Update.of(samples, old)
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         sequences = [(s.prompt_ids, s.response_ids) for s in samples]
@@ -189,7 +224,7 @@ class StudentRank:
         undo = len(plans) * self._dp
 
         def loss_of(batch: Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, sums = self._head.loss(batch.rows, batch.samples, logits_BSV, len(samples))
+            loss, sums = self._head.loss(batch.rows, batch.samples, logits_BSV, update)
             # A fresh tensor: the schedule divides in place what it is given.
             return loss * undo, {"total": torch.cat([loss.detach().double().view(1), sums])}
 

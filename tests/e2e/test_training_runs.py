@@ -230,7 +230,7 @@ def test_swapped_teachers_do_the_harm_they_must(tmp_path: Path) -> None:
             *swap,
             "train.steps=16",
             "train.prompts_per_step=48",
-            "objective.alpha=0",
+            "objective.orm.alpha=0",
             held_out=100,
         ),
         tmp_path / "swapped.log",
@@ -258,7 +258,12 @@ def test_c06_a_teacher_equal_to_the_student_moves_nothing(tmp_path: Path) -> Non
     same = [f"teachers.{name}.model=demo/models/base" for name in DOMAINS]
     run_mopd(
         arguments(
-            tmp_path, "same", *same, "train.steps=3", "objective.alpha=0", "student.optimizer.eps=1"
+            tmp_path,
+            "same",
+            *same,
+            "train.steps=3",
+            "objective.orm.alpha=0",
+            "student.optimizer.eps=1",
         ),
         tmp_path / "same.log",
     )

@@ -183,7 +183,7 @@ def _assert_identical(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def masked_everywhere(c: Context) -> None:
     """C22: nothing live in the step, on one rank, or in one micro-batch."""
-    band = {"icepop_low": 0.5, "icepop_high": 5.0}
+    band = {"truncation": {"kind": "icepop"}}
     student = c.student("moe", parallel={"dp": 2, "ep": 2}, objective=band, micro_batch_size=1)
     logprobs = student.logprobs(SEQUENCES, whole_head=False)
     live = [replace(s, sampler_logprobs=tuple(lp)) for s, lp in zip(SAMPLES, logprobs, strict=True)]

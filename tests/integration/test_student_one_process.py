@@ -135,7 +135,10 @@ def gradients_equal_the_formula(c: Context) -> None:
             kind,
             world=1,
             temperature=temperature,
-            objective={"icepop_low": low, "icepop_high": high, "advantage_clip": clip},
+            objective={
+                "truncation": {"kind": "icepop", "low": low, "high": high},
+                "teacher": {"clip": clip},
+            },
         )
         got_loss, _ = student._forward_backward(samples)
         assert got_loss == pytest.approx(float(loss.detach()), abs=3e-6), kind
@@ -216,7 +219,7 @@ def _roll(values: tuple[float, ...]) -> tuple[float, ...]:
 
 def teacher_scores_plus_one(c: Context) -> None:
     """C20: the gradient is linear in A, so a teacher 1 nat surer adds the gradient of A = 1."""
-    student = c.student("moe", world=1, objective={"advantage_clip": 0.0})
+    student = c.student("moe", world=1, objective={"teacher": {"clip": 0.0}})
 
     def gradients(samples: list[Any]) -> dict[str, Any]:
         student._forward_backward(samples)
@@ -243,7 +246,7 @@ def teacher_scores_plus_one(c: Context) -> None:
 
 def icepop_on_real_ratios(c: Context) -> None:
     """C24: log-ratios of +-200 give exactly nothing; a kept token's weight is its ratio."""
-    student = c.student("moe", world=1, objective={"icepop_low": 0.5, "icepop_high": 5.0})
+    student = c.student("moe", world=1, objective={"truncation": {"kind": "icepop"}})
     own = [replace(s, orm_advantage=1.0) for s in _own(student)]
 
     def moved(by: float) -> list[Any]:
@@ -297,7 +300,7 @@ def not_finite(c: Context) -> None:
     """A loss or a gradient beyond float32 stops the step before the weights are touched."""
     from mopd.errors import ModelError
 
-    student = c.student("moe", world=1, objective={"advantage_clip": 0.0})
+    student = c.student("moe", world=1, objective={"teacher": {"clip": 0.0}})
     before = student.weights.collect(dict(student.model.named_parameters()))
     huge = [replace(s, teacher_logprobs=(3e38,) * len(s.response_ids)) for s in SAMPLES]
     with pytest.raises(ModelError, match=r"step 7: the (loss|gradient norm) is"):

@@ -18,7 +18,11 @@ async def save_student(path: Path) -> None:
 
 
 def save(run_dir: Path, step: int, keep: int = 2) -> None:
-    asyncio.run(save_checkpoint(run_dir, step, save_student, {"cursor": step}, keep=keep))
+    asyncio.run(
+        save_checkpoint(
+            run_dir, step, save_student, {"prompts": {"cursor": step}, "credit": {}}, keep=keep
+        )
+    )
 
 
 def test_newest_is_found_and_old_ones_are_removed(tmp_path: Path) -> None:
@@ -26,7 +30,7 @@ def test_newest_is_found_and_old_ones_are_removed(tmp_path: Path) -> None:
         save(tmp_path, step)
     found = find_checkpoints(tmp_path)
     assert [c.step for c in found] == [10, 15]
-    assert found[-1].prompts_state() == {"cursor": 15}
+    assert found[-1].state() == {"prompts": {"cursor": 15}, "credit": {}}
     assert (found[-1].student / "weights").read_text() == "w"
 
 
@@ -38,7 +42,7 @@ def test_a_kill_during_a_save_leaves_the_previous_one(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        asyncio.run(save_checkpoint(tmp_path, 10, killed, {}, keep=2))
+        asyncio.run(save_checkpoint(tmp_path, 10, killed, {"prompts": {}, "credit": {}}, keep=2))
     assert [c.step for c in find_checkpoints(tmp_path)] == [5]
     save(tmp_path, 10)
     assert [c.step for c in find_checkpoints(tmp_path)] == [5, 10]
@@ -57,7 +61,7 @@ def test_a_damaged_state_is_named(tmp_path: Path, text: str) -> None:
     (checkpoint,) = find_checkpoints(tmp_path)
     (checkpoint.path / "state.json").write_text(text)
     with pytest.raises(ModelError, match="state.json: not a usable checkpoint"):
-        checkpoint.prompts_state()
+        checkpoint.state()
 
 
 def test_no_run_has_no_checkpoints(tmp_path: Path) -> None:

@@ -28,18 +28,21 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(
         ("data", "rollout", "student", "weight_sync", "evaluation", "observe", "checkpoints"), 2
     ),
-    "loop": 2,
-    **dict.fromkeys(("build", "runtime", "run", "run_dir", "stopping", "cli", "__main__"), 3),
+    "credit": 2,
+    "loop": 3,
+    **dict.fromkeys(
+        ("build", "runtime", "run", "run_dir", "evaluating", "stopping", "cli", "__main__"), 4
+    ),
 }
 """Every component of mopd (a folder or a module directly under it) and its row, from 0."""
 
-SAME_RANK = {0, 3}
+SAME_RANK = {0, 4}
 """Rows whose components may import each other: the vocabulary, and the composition root."""
 
-LOOP_MAY = frozenset({"objective", "protocols", "types", "errors", "config", "loop"})
+LOOP_MAY = frozenset({"objective", "credit", "protocols", "types", "errors", "config", "loop"})
 """The algorithm on one page reads of nothing else, and of no third-party package."""
 
-TEACHERS_IMPORTED_BY = frozenset({"build", "runtime", "run", "cli"})
+TEACHERS_IMPORTED_BY = frozenset({"build", "runtime", "run", "evaluating", "cli"})
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("mopd/rollout/", "mopd_teachers/"),

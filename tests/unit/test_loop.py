@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from mopd.config.schema import Config, DomainConfig
+from mopd.credit import Credit
 from mopd.errors import FailureBudgetError
 from mopd.loop import Parts, train
 from mopd.protocols import TeacherFailed, VerifierFailed
@@ -22,10 +23,22 @@ CODE = [Prompt("code/0", "code", "c0", (2, 0))]
 class FakePrompts:
     def __init__(self) -> None:
         self.drawn = 0
+        self.more: list[tuple[str, int]] = []
+        self.recorded: list[tuple[str, int, int]] = []
 
     def draw(self, n: int) -> list[Prompt]:
         self.drawn += 1
         return [MATH[0], CODE[0], MATH[1]][:n]
+
+    def draw_more(self, domain: str, n: int) -> list[Prompt]:
+        self.more.append((domain, n))
+        return [p for p in (*MATH, *CODE) if p.domain == domain][:1] * n
+
+    def record(self, prompt_id: str, passed: int, judged: int) -> None:
+        self.recorded.append((prompt_id, passed, judged))
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 class FakeRollouts:
@@ -35,7 +48,7 @@ class FakeRollouts:
         self.lost = lost
 
     async def generate(
-        self, requests: Sequence[tuple[str, Prompt]], *, temperature: float
+        self, requests: Sequence[tuple[str, Prompt]], *, temperature: float, top_k: int = 0
     ) -> AsyncIterator[Sequence[Rollout]]:
         for sample_id, prompt in reversed(requests):
             if sample_id not in self.lost:
@@ -135,7 +148,7 @@ def run(
     config.train.samples_per_prompt = group
     config.train.checkpoint_every = train_config.get("checkpoint_every", 0)
     config.evaluation.every = train_config.get("evaluate_every", 0)
-    config.objective.alpha = alpha
+    config.objective.orm.alpha = alpha
     config.failures.max_masked_fraction = config.failures.max_verifier_failures = budget
     saved: list[int] = []
 
@@ -148,6 +161,7 @@ def run(
         rollouts=FakeRollouts(lost),
         teachers=FakeTeachers(teacher_failures),
         judge=FakeJudge(rewards or {}),
+        credit=Credit(config),
         student=student,  # type: ignore[arg-type]
         sync=FakeSync(),
         evaluator=FakeEvaluator(),
@@ -232,13 +246,3 @@ def test_a_requested_stop_ends_after_the_step_in_hand_and_saves_it() -> None:
     parts, done, saved = run(steps=5, stop_after=2)
     assert (done, saved) == (2, [2])
     assert Counter(parts.sync.versions) == Counter([1, 2])  # type: ignore[attr-defined]
-
-
-def test_a_domain_keeps_its_own_alpha() -> None:
-    config = Config(
-        domains={"math": DomainConfig(teacher="t", alpha=0.25), "code": DomainConfig(teacher="u")}
-    )
-    config.objective.alpha = 2.0
-    from mopd.loop import alpha_of
-
-    assert (alpha_of("math", config), alpha_of("code", config)) == (0.25, 2.0)

@@ -12,14 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from mopd.config import Config, check_config, config_warnings, load_config, require_valid, schema
+from mopd.config import (
+    Config,
+    check_config,
+    config_warnings,
+    load_config,
+    objective,
+    require_valid,
+    schema,
+)
 from mopd.config.checks import NAMES, RANGES, VERIFIER_NAMES
 from mopd.config.model_files import read_model_limits
 from mopd.config.wording import nearest
 from mopd.errors import ConfigError, ModelError
 
 Load = Callable[..., Config]
-CLASSES = [each for each in vars(schema).values() if dataclasses.is_dataclass(each)]
+CLASSES = [
+    each
+    for module in (schema, objective)
+    for each in vars(module).values()
+    if dataclasses.is_dataclass(each) and each.__module__ == module.__name__
+]
 
 
 def only(problems: list[str]) -> str:
@@ -38,6 +51,10 @@ def numeric_fields() -> Iterator[tuple[type, str, type]]:
 
 def instance(config: Config, cls: type) -> tuple[object, str]:
     """The part of the good configuration that is a `cls`, and its dotted key."""
+    math = config.domains["math"]
+    general = schema.EvaluationSetConfig(prompts=math.prompts, verifier=math.verifier)
+    if cls is schema.EvaluationSetConfig:
+        config.evaluation.general["common"] = general
     parts: dict[type, tuple[object, str]] = {
         schema.Config: (config, ""),
         schema.RayConfig: (config.ray, "ray."),
@@ -49,10 +66,21 @@ def instance(config: Config, cls: type) -> tuple[object, str]:
         schema.PromptsConfig: (config.domains["code"].prompts, "domains.code.prompts."),
         schema.VerifierConfig: (config.domains["math"].verifier, "domains.math.verifier."),
         schema.DomainConfig: (config.domains["math"], "domains.math."),
-        schema.ObjectiveConfig: (config.objective, "objective."),
+        objective.ObjectiveConfig: (config.objective, "objective."),
+        objective.TeacherSignalConfig: (config.objective.teacher, "objective.teacher."),
+        objective.OrmConfig: (config.objective.orm, "objective.orm."),
+        objective.ScheduleConfig: (
+            config.objective.orm.alpha_schedule,
+            "objective.orm.alpha_schedule.",
+        ),
+        objective.PolicyLossConfig: (config.objective.loss, "objective.loss."),
+        objective.TruncationConfig: (config.objective.truncation, "objective.truncation."),
+        objective.ReferenceKLConfig: (config.objective.kl, "objective.kl."),
+        objective.BalanceConfig: (config.objective.balance, "objective.balance."),
         schema.TrainConfig: (config.train, "train."),
         schema.SamplingConfig: (config.train.sampling, "train.sampling."),
         schema.EvaluationConfig: (config.evaluation, "evaluation."),
+        schema.EvaluationSetConfig: (general, "evaluation.general.common."),
         schema.FailuresConfig: (config.failures, "failures."),
         schema.WeightSyncConfig: (config.weight_sync, "weight_sync."),
     }
@@ -72,7 +100,7 @@ def test_the_good_configuration_has_no_problem(loaded: Load) -> None:
 def test_every_number_has_a_range(loaded: Load, cls: type, name: str, kind: type) -> None:
     """A number added to the schema without a range fails here."""
     bounds = RANGES[cls][name]
-    bad: list[float] = [-1]
+    bad: list[float] = [] if math.isinf(bounds.low) else [-1]
     if bounds.low >= 1 or bounds.above:
         bad.append(0)
     if kind is float:
@@ -102,15 +130,20 @@ def test_every_enumeration_suggests_the_nearest(loaded: Load, cls: type, name: s
 
 def test_names_are_those_that_are_built() -> None:
     """What configuration accepts and what the parts offer cannot drift apart."""
+    from mopd import objective_names as names
     from mopd.data.verifiers import VERIFIERS
-    from mopd.objective.aggregation import AGGREGATIONS
-    from mopd.objective.mopd_loss import DENOMINATORS
+    from mopd.objective.aggregation import SEQUENCE_WEIGHTS
     from mopd.objective.orm import ORM_ESTIMATORS
+    from mopd.objective.policy_losses import POLICY_LOSSES
+    from mopd.objective.reference_kl import REFERENCE_KL
+    from mopd.objective.truncation import TRUNCATIONS
 
     assert set(VERIFIER_NAMES) == set(VERIFIERS)
-    assert set(NAMES[schema.ObjectiveConfig]["orm"]) == set(ORM_ESTIMATORS)
-    assert set(NAMES[schema.ObjectiveConfig]["aggregation"]) == set(AGGREGATIONS)
-    assert set(NAMES[schema.ObjectiveConfig]["denominator"]) == set(DENOMINATORS)
+    assert set(names.ESTIMATORS) == {*ORM_ESTIMATORS, "reinforce"}  # which keeps a state
+    assert set(names.AGGREGATIONS) == set(SEQUENCE_WEIGHTS)
+    assert set(names.POLICY_LOSS_SPECS) == set(POLICY_LOSSES)
+    assert set(names.TRUNCATION_BOUNDS) == set(TRUNCATIONS)
+    assert set(names.REFERENCE_KLS) == {*REFERENCE_KL, "none"}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +157,8 @@ def test_names_are_those_that_are_built() -> None:
         (["run_dir=math.jsonl"], "run_dir 'math.jsonl' is a file"),
         (["student.optimizer.warmup_steps=21"], "warmup_steps is 21, more than train.steps (20)"),
         (["student.optimizer.min_lr=0.1"], "min_lr (0.1) is above lr (0.001)"),
-        (["objective.icepop_low=1.5"], "objective.icepop_low must be at least 0 and at most 1"),
-        (["objective.icepop_high=0.5"], "objective.icepop_high must be at least 1"),
+        (["objective.truncation.low=1.5"], "truncation.low must be at least 0 and at most 1"),
+        (["objective.truncation.high=0.5"], "truncation.high must be at least 1"),
         # teachers
         (["domains.math.teacher=maths_rl"], "no teacher 'maths_rl'; did you mean 'math_rl'?"),
         (["domains.math.teacher=zzz"], "no teacher 'zzz'; known: code_rl, math_rl"),
@@ -135,11 +168,6 @@ def test_names_are_those_that_are_built() -> None:
         (["teachers.math_rl.model=math.jsonl"], "math.jsonl is a file, expected a checkpoint"),
         (["teachers.math_rl.model=empty"], "empty has no config.json, no *.saf"),
         (["teachers.math_rl.model=sharded"], "sharded has no b.safetensors"),
-        (["teachers.math_rl.model=base/nix"], "base/nix does not exist"),
-        (["teachers.math_rl.revision=abc"], "is a folder, which has no revision ('abc')"),
-        (["teachers.code_rl.replicas=2"], "teachers.code_rl.replicas would have no effect"),
-        (["teachers.code_rl.engine_args.a=2"], "teachers.code_rl.engine_args would have no eff"),
-        (["teachers.code_rl.endpoints=10.0.0.7:8000"], "'10.0.0.7:8000' is not a URL"),
         (["teachers.math_rl.model=cut"], "bytes, but its header speaks of"),
         (["student.model=cut"], "cut/model.safetensors has"),
         (["teachers.math_rl.model=empty_weights"], "is cut short or no safetensors file (0 bytes)"),
@@ -150,18 +178,23 @@ def test_names_are_those_that_are_built() -> None:
         (["teachers.math_rl.max_model_len=129"], "max_model_len is 129, more than teacher can re"),
         (["teachers.math_rl={gpus: 1, tensor_parallel_size: 2}"], "more than teachers.math_rl.gp"),
         (["teachers.math_rl.tensor_parallel_size=3"], "3 does not divide the 4 heads of teacher"),
+        (["teachers.math_rl.model=base/nix"], "base/nix does not exist"),
+        (["teachers.math_rl.revision=abc"], "is a folder, which has no revision ('abc')"),
+        (["teachers.code_rl.replicas=2"], "teachers.code_rl.replicas would have no effect"),
+        (["teachers.code_rl.engine_args.a=2"], "teachers.code_rl.engine_args would have no eff"),
+        (["teachers.code_rl.endpoints=10.0.0.7:8000"], "'10.0.0.7:8000' is not a URL"),
         (["teachers.code_rl.endpoints=http://a:99999"], "is not a URL"),
         (["teachers.code_rl.endpoints=[http://a, http://a/]"], "http://a is listed twice"),
         (["teachers.math_rl.engine_args.max-model-len=5"], "use teachers.math_rl.max_model_len"),
         (["teachers.math_rl.engine_args.port=5"], "chosen by mopd for each server"),
+        # Ray
+        (["ray={address: auto, num_cpus: 8}"], "ray.num_cpus (8) has no effect on a cluster"),
+        (["ray.num_cpus=3"], "1 x student rank (1 CPU), 1 x rollout engine (1 CPU), 1 x teacher m"),
         # domains
         (["domains.math.prompts.jsonl=nix.jsonl"], "no such file: nix.jsonl"),
         (["domains.math.prompts.jsonl=null"], "domains.math.prompts needs jsonl (a file) or task"),
         (["domains.math.prompts.task=spell_backward"], "has both jsonl and task"),
         (["domains.math.prompts.params.a=1"], "domains.math.prompts.params goes with task"),
-        # Ray
-        (["ray={address: auto, num_cpus: 8}"], "ray.num_cpus (8) has no effect on a cluster"),
-        (["ray.num_cpus=3"], "1 x student rank (1 CPU), 1 x rollout engine (1 CPU), 1 x teacher m"),
         (["domains.math.prompts.held_out_jsonl=nix"], "held_out_jsonl: no such file: nix"),
         (["domains.math.prompts.held_out_jsonl=./math.jsonl"], "are the same file"),
         (["domains.code.prompts.held_out_jsonl=math.jsonl"], "held_out_jsonl goes with jsonl"),
@@ -174,7 +207,10 @@ def test_names_are_those_that_are_built() -> None:
         (["domains.math.weight=0", "domains.code.weight=0"], "every domain has weight 0"),
         # objective
         (["domains.code.alpha=0.1"], "domains.code.alpha is 0.1, but domains.code has no verifier"),
-        (["objective.alpha=0.1"], "objective.alpha is 0.1, but domains.code has no verifier"),
+        (
+            ["objective.orm.alpha=0.1"],
+            "objective.orm.alpha is 0.1, but domains.code has no verifier",
+        ),
         (["domains.math.alpha=0.1", "train.samples_per_prompt=1"], "is always 0: sample 2 or more"),
         # student
         (["student.model=gone"], "student.model: gone does not exist"),
@@ -201,11 +237,6 @@ def test_one_problem_each(
     checkpoint(Path("odd"), num_hidden_layers="2")
     checkpoint(Path("broken"))
     Path("broken/config.json").write_text("{")
-    assert says in only(check_config(loaded(*overrides)))
-
-
-@pytest.mark.parametrize(
-    "overrides",
     checkpoint(Path("cut"), cut=1)
     for folder in ("empty_weights", "text", "pointer", "mute"):
         checkpoint(Path(folder))
@@ -214,21 +245,26 @@ def test_one_problem_each(
     Path("pointer/model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     Path("mute/tokenizer.json").unlink()
     Path("mute/tokenizer_config.json").unlink()
+    assert says in only(check_config(loaded(*overrides)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
     [
         ["student.parallel={dp: 2, ep: 2}"],
         ["student.parallel={tp: 2}"],
         ["student.parallel={tp: 2, ep: 2}"],
         ["student.parallel={dp: 2, tp: 2, ep: 2, etp: 2}"],
         ["student.parallel={pp: 2, dp: 8, ep: 8}"],
-        ["domains.math.alpha=0.1"],
-        ["objective.alpha=0.1", "domains.code.alpha=0"],
-        ["objective.alpha=0.1", "domains.code.verifier=reasoning_gym"],
-        ["domains.math.weight=0"],
-        ["rollout.max_response_tokens=127"],
         ["ray.num_cpus=4"],
         ["ray.address=auto"],
         ["teachers.math_rl={max_model_len: 128, gpus: 2, tensor_parallel_size: 2}"],
         ["teachers.math_rl={model: long, max_model_len: 512}"],
+        ["domains.math.alpha=0.1"],
+        ["objective.orm.alpha=0.1", "domains.code.alpha=0"],
+        ["objective.orm.alpha=0.1", "domains.code.verifier=reasoning_gym"],
+        ["domains.math.weight=0"],
+        ["rollout.max_response_tokens=127"],
         ["teachers.code_rl.endpoints=[http://a:1, https://b/x]", "teachers.code_rl.model=served"],
     ],
 )
@@ -287,11 +323,6 @@ def test_hub_names(
     cached = Path("hf/hub/models--org--name/snapshots/abc")
     checkpoint(cached)
     assert check_config(loaded(override)) == []
-    Path("org").mkdir()  # now it reads as a path
-    assert "org/name does not exist" in only(check_config(loaded(override)))
-
-
-@pytest.mark.parametrize(
     assert check_config(loaded(override, "teachers.math_rl.revision=abc")) == []
     assert "revision" in only(check_config(loaded(override, "teachers.math_rl.revision=v1")))
     references = Path("hf/hub/models--org--name/refs")
@@ -300,18 +331,23 @@ def test_hub_names(
     assert check_config(loaded(override, "teachers.math_rl.revision=v1")) == []
     (cached / "model.safetensors").write_bytes(b"")
     assert "is cut short" in only(check_config(loaded(override)))
+    Path("org").mkdir()  # now it reads as a path
+    assert "org/name does not exist" in only(check_config(loaded(override)))
+
+
+@pytest.mark.parametrize(
     ("overrides", "says"),
     [
         (["domains.code.teacher=math_rl"], "teachers.code_rl: no domain names it"),
         (["train.prompts_per_step=1"], "1 for 2 domains"),
         (["domains.math.weight=0"], "domains.math.weight is 0"),
         (["domains.math.held_out=0"], "domains.math.held_out is 0"),
+        (["teachers.math_rl.tensor_parallel_size=2"], "tensor_parallel_size is 2 with gpus 0"),
         (["student.dtype=bfloat16"], "weight_sync.max_logprob_error"),
     ],
 )
 def test_warnings(loaded: Load, overrides: list[str], says: str) -> None:
     usual = ["domains.code has no verifier: it has no reward and no score"]
-        (["teachers.math_rl.tensor_parallel_size=2"], "tensor_parallel_size is 2 with gpus 0"),
     assert config_warnings(loaded()) == usual
     new = [each for each in config_warnings(loaded(*overrides)) if each not in usual]
     assert says in only(new)
@@ -336,12 +372,12 @@ def test_limits_of_a_checkpoint(place: Path, checkpoint: Callable[..., None]) ->
         read_model_limits(place / "nix")
 
 
+def test_a_known_name_is_listed_once() -> None:
+    assert nearest("xyz", ["household", "household"]) == "; known: household"
+
+
 def test_saved_runs_stay_valid(loaded: Load) -> None:
     from mopd.config import save_config
 
     save_config(loaded(), "again.yaml")
     assert check_config(load_config(["again.yaml"])) == []
-def test_a_known_name_is_listed_once() -> None:
-    assert nearest("xyz", ["household", "household"]) == "; known: household"
-
-

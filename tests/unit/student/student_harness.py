@@ -63,9 +63,8 @@ def student_options(
     """(StudentConfig, ObjectiveConfig, other arguments of StudentRank) with test defaults."""
     from student_tiny import PAD, VALID
 
-    from mopd.config.schema import ObjectiveConfig, OptimizerConfig, ParallelConfig, StudentConfig
+    from mopd.config.schema import OptimizerConfig, ParallelConfig, StudentConfig
 
-    wide = {"icepop_low": 0.0, "icepop_high": 1e9}
     student = StudentConfig(
         model=str(model),
         optimizer=OptimizerConfig(**({"warmup_steps": 3, "clip_grad": 0.0} | (optimizer or {}))),
@@ -79,7 +78,27 @@ def student_options(
         valid_vocab=VALID,
         pad_id=PAD,
     )
-    return student, ObjectiveConfig(**(wide | (objective or {}))), rest
+    return student, objective_of({"truncation": {"kind": "raw"}} | (objective or {})), rest
+
+
+def objective_of(groups: dict[str, Any]) -> Any:
+    """ObjectiveConfig of {group: {key: value}, key: value}."""
+    from mopd.config.objective import ObjectiveConfig
+
+    objective = ObjectiveConfig()
+    for name, value in groups.items():
+        part, values = (
+            (getattr(objective, name), value)
+            if isinstance(value, dict)
+            else (
+                objective,
+                {name: value},
+            )
+        )
+        for key, each in values.items():
+            assert hasattr(part, key), (name, key)
+            setattr(part, key, each)
+    return objective
 
 
 Case = Callable[[Context], None]

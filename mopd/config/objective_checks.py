@@ -1,0 +1,301 @@
+"""What of an objective cannot be meant: names, parameters nobody reads, impossible pairs.
+
+Each refusal says why. Ranges of plain numbers are in `mopd.config.checks`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mopd.config.objective import ObjectiveConfig, ScheduleConfig
+from mopd.config.objective_needs import alphas
+from mopd.config.schema import Config, SamplingConfig
+from mopd.config.wording import nearest
+from mopd.errors import ConfigError
+from mopd.objective_names import (
+    GAP_HIGH,
+    GAP_LOW,
+    POLICY_LOSS_SPECS,
+    RATIOS,
+    TRUNCATION_BOUNDS,
+    loss_parameters,
+    truncation_bounds,
+    truncation_ratio,
+)
+
+UNGROUPED = ("reinforce",)
+"""Estimators whose baseline is not the group's: a group of one is not always 0."""
+
+
+def check_objective(config: Config) -> Iterator[str]:
+    """Every problem of `objective`, `train.sampling` and the updates of a step."""
+    objective = config.objective
+    yield from _teacher(config)
+    yield from _orm(config)
+    yield from _loss(config)
+    yield from _truncation(objective)
+    yield from _reference(config)
+    yield from _balance(config)
+    yield from _aggregation(objective)
+    yield from _schedule(objective.orm.alpha_schedule, "objective.orm.alpha_schedule", config)
+    if objective.orm.length_reward is not None:
+        yield from _schedule(objective.orm.length_reward, "objective.orm.length_reward", config)
+    yield from _updates(config)
+    yield from _sampling(config)
+
+
+def objective_warnings(config: Config) -> Iterator[str]:
+    """What runs but is probably not meant."""
+    objective, train = config.objective, config.train
+    updates = train.epochs * train.minibatches
+    spec = POLICY_LOSS_SPECS[objective.loss.name]  # names are checked before anyone warns
+    if updates == 1 and spec.carries_ratio and "clip_high" in spec.parameters:
+        yield (
+            f"objective.loss.name is {objective.loss.name} with one update a step "
+            "(train.epochs * train.minibatches = 1): pi equals pi_old, so its clip never acts"
+        )
+    if objective.balance.kind != "none" and len(config.domains) < 2:
+        yield f"objective.balance.kind is {objective.balance.kind} with one domain: it does nothing"
+    if objective.orm.alpha >= 1 and objective.teacher.weight > 0:
+        yield (
+            f"objective.orm.alpha is {objective.orm.alpha:g}: the teacher's part is about 0.04 "
+            "nats a token near the teacher, so that outcome rewards decide nearly alone"
+        )
+
+
+def _unread(given: Any, names: Mapping[str, str], key: str) -> Iterator[str]:
+    """`names`: field -> what it goes with. Fields that are set though nothing reads them."""
+    for name, goes_with in names.items():
+        if getattr(given, name) is not None:
+            yield f"{key}.{name} goes with {goes_with} and has no effect here; leave it out"
+
+
+def _reads_topk(objective: ObjectiveConfig) -> bool:
+    spec = POLICY_LOSS_SPECS.get(objective.loss.name)
+    return spec is not None and spec.needs_topk
+
+
+def _teacher(config: Config) -> Iterator[str]:
+    teacher, key = config.objective.teacher, "objective.teacher"
+    if teacher.weight == 0:
+        if teacher.signal != "sampled":
+            yield f"{key}.signal is {teacher.signal}, but {key}.weight is 0: leave one of them out"
+        if not any(alpha > 0 for alpha in alphas(config).values()):
+            yield (
+                f"{key}.weight is 0 and no domain has an alpha above 0: nothing to learn from. "
+                "Set objective.orm.alpha, or give the teachers a weight"
+            )
+    if teacher.direction == "jsd":
+        if teacher.jsd_beta is not None and not 0 < teacher.jsd_beta < 1:
+            yield f"{key}.jsd_beta must be above 0 and below 1, got {teacher.jsd_beta:g}"
+    else:
+        yield from _unread(teacher, {"jsd_beta": f"{key}.direction: jsd"}, key)
+    if teacher.signal == "sampled":
+        if teacher.direction != "reverse":
+            yield (
+                f"{key}.direction {teacher.direction}: the sampled token's logprob estimates the "
+                "reverse KL only; take signal: topk or full"
+            )
+        yield from _unread(teacher, {"support": f"{key}.signal: topk"}, key)
+        if teacher.top_k is not None and not _reads_topk(config.objective):
+            yield f"{key}.top_k goes with {key}.signal: topk and has no effect here; leave it out"
+        return
+    if teacher.reward_to_go:
+        yield (
+            f"{key}.reward_to_go goes with signal: sampled; a divergence of whole distributions "
+            "has its own gradient at every token"
+        )
+    if teacher.clip != 5.0:
+        yield f"{key}.clip bounds the sampled advantage; signal: {teacher.signal} has none"
+    if teacher.signal == "topk" and teacher.top_k is None:
+        yield f"{key}.signal is topk: set {key}.top_k, how many ids a position"
+    if teacher.signal == "full":
+        yield from _unread(teacher, dict.fromkeys(("top_k", "support"), f"{key}.signal: topk"), key)
+        for name in sorted({domain.teacher for domain in config.domains.values()}):
+            if name in config.teachers and config.teachers[name].endpoints:
+                yield (
+                    f"{key}.signal is full: the student's ranks load each teacher themselves, but "
+                    f"teachers.{name} is given by endpoints; give its model, or take signal: topk"
+                )
+
+
+def _orm(config: Config) -> Iterator[str]:
+    orm, key = config.objective.orm, "objective.orm"
+    if orm.estimator != "reinforce":
+        yield from _unread(
+            orm, dict.fromkeys(("baseline", "baseline_decay"), f"{key}.estimator: reinforce"), key
+        )
+    elif orm.baseline is not None and orm.baseline_decay is not None:
+        yield f"{key}.baseline is a constant, so {key}.baseline_decay has no effect; leave one out"
+    if orm.estimator != "agapo":
+        yield from _unread(orm, {"all_wrong": f"{key}.estimator: agapo"}, key)
+    shaped = orm.overlong_buffer is not None or orm.length_reward is not None
+    if orm.estimator == "maxrl" and (orm.reward != "correct" or shaped):
+        yield (
+            f"{key}.estimator maxrl is defined for rewards of 0 and 1: take reward: correct, "
+            "without overlong_buffer and length_reward"
+        )
+    limit = config.rollout.max_response_tokens
+    if orm.overlong_buffer is not None and not 1 <= orm.overlong_buffer <= limit:
+        yield (
+            f"{key}.overlong_buffer is {orm.overlong_buffer}; expected 1 to "
+            f"rollout.max_response_tokens ({limit})"
+        )
+    alone = config.train.samples_per_prompt == 1
+    if alone and orm.length_reward is not None:
+        yield f"{key}.length_reward compares the answers of one prompt: sample 2 or more"
+    for name, alpha in alphas(config).items():
+        if not alpha > 0:
+            continue
+        own = config.domains[name].alpha is not None
+        source = f"domains.{name}.alpha" if own else f"{key}.alpha"
+        if config.domains[name].verifier is None:
+            yield (
+                f"{source} is {alpha:g}, but domains.{name} has no verifier to reward its "
+                f"answers: give it one, or set domains.{name}.alpha to 0"
+            )
+        elif alone and orm.estimator not in UNGROUPED:
+            yield (
+                f"{source} is {alpha:g}, but with train.samples_per_prompt 1 a group is its own "
+                f"baseline and {key}.estimator {orm.estimator!r} is always 0: sample 2 or more, "
+                "or set alpha to 0"
+            )
+            return
+
+
+def _loss(config: Config) -> Iterator[str]:
+    objective = config.objective
+    if objective.loss.name not in POLICY_LOSS_SPECS:
+        return  # already said, with the names
+    try:
+        loss_parameters(objective.loss)
+    except ConfigError as error:
+        yield str(error)
+    if POLICY_LOSS_SPECS[objective.loss.name].needs_topk and objective.teacher.top_k is None:
+        yield (
+            f"objective.loss.name is {objective.loss.name}: set objective.teacher.top_k, how many "
+            "ids a position"
+        )
+
+
+def _truncation(objective: ObjectiveConfig) -> Iterator[str]:
+    known = objective.loss.name in POLICY_LOSS_SPECS and objective.truncation.ratio in RATIOS
+    if not known or objective.truncation.kind not in TRUNCATION_BOUNDS:
+        return  # already said, with the names
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: truncation_bounds(objective.truncation),
+        lambda: truncation_ratio(objective),
+    )
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield str(error)
+
+
+def _reference(config: Config) -> Iterator[str]:
+    kl, key = config.objective.kl, "objective.kl"
+    if kl.kind == "none":
+        if kl.weight != 0 or kl.reference is not None:
+            yield f"{key}.weight and {key}.reference go with a kind (k2 or k3); kind is none"
+    elif kl.weight == 0:
+        yield f"{key}.kind is {kl.kind}, but {key}.weight is 0"
+    if kl.reference is not None and kl.reference not in config.teachers:
+        hint = nearest(kl.reference, config.teachers)
+        yield f"{key}.reference: there is no teacher {kl.reference!r}{hint}"
+
+
+def _balance(config: Config) -> Iterator[str]:
+    balance, key = config.objective.balance, "objective.balance"
+    if balance.kind != "gap":
+        yield from _unread(
+            balance, dict.fromkeys(("exponent", "low", "high"), f"{key}.kind: gap"), key
+        )
+    else:
+        if balance.exponent is not None and balance.exponent < 0:
+            yield (
+                f"{key}.exponent is {balance.exponent:g}: a weight that falls with the gap feeds "
+                "the domain that needs it least and diverges; expected 0 or more"
+            )
+        if config.objective.teacher.weight == 0:
+            yield f"{key}.kind gap follows the distance to the teachers, whose weight is 0"
+        low = GAP_LOW if balance.low is None else balance.low
+        high = GAP_HIGH if balance.high is None else balance.high
+        if not 0 < low <= high:
+            yield f"{key}: expected 0 < low <= high, got low {low:g} and high {high:g}"
+    if balance.kind == "none" and balance.targets:
+        yield f"{key}.targets go with kind token_share or gap; kind is none"
+    for name, target in balance.targets.items():
+        if name not in config.domains:
+            yield f"{key}.targets.{name}: there is no such domain{nearest(name, config.domains)}"
+        if not target > 0:
+            yield f"{key}.targets.{name} must be above 0, got {target:g}"
+    if balance.targets and (missing := sorted(set(config.domains) - set(balance.targets))):
+        yield f"{key}.targets: no target for {', '.join(missing)}"
+
+
+def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
+    if objective.denominator == "kept" and objective.aggregation != "sequence":
+        yield (
+            "objective.denominator kept goes with aggregation: sequence only: elsewhere the "
+            "count of kept tokens of the whole step would be needed before its first forward pass"
+        )
+    if objective.aggregation == "constant" and objective.constant_length is None:
+        yield "objective.aggregation is constant: set objective.constant_length (tokens)"
+    if objective.aggregation != "constant" and objective.constant_length is not None:
+        yield "objective.constant_length goes with aggregation: constant; leave it out"
+
+
+def _schedule(schedule: ScheduleConfig, key: str, config: Config) -> Iterator[str]:
+    if schedule.kind == "constant":
+        yield from _unread(
+            schedule, dict.fromkeys(("end_value", "until_step"), f"{key}.kind: linear, cosine"), key
+        )
+        return
+    if schedule.end_value is None:
+        yield f"{key}.end_value is needed by kind: {schedule.kind}"
+    until = config.train.steps if schedule.until_step is None else schedule.until_step
+    if until <= schedule.from_step:
+        yield f"{key}: until_step {until} must be after from_step {schedule.from_step}"
+
+
+def _updates(config: Config) -> Iterator[str]:
+    train = config.train
+    if train.minibatches > train.prompts_per_step:
+        yield (
+            f"train.minibatches is {train.minibatches}, more than train.prompts_per_step "
+            f"({train.prompts_per_step}): a prompt's answers stay together"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    sampling, key = config.train.sampling, "train.sampling"
+    if sampling.order != "prioritised":
+        yield from _unread(sampling, {"min_priority": f"{key}.order: prioritised"}, key)
+    if sampling.order != "curriculum":
+        names = ("curriculum_start", "curriculum_steps")
+        yield from _unread(sampling, dict.fromkeys(names, f"{key}.order: curriculum"), key)
+    else:
+        for name, domain in config.domains.items():
+            if domain.prompts.difficulty is None:
+                yield f"{key}.order is curriculum: set domains.{name}.prompts.difficulty"
+    if sampling.retire_above is None:
+        yield from _unread(sampling, {"retire_after": f"{key}.retire_above"}, key)
+    yield from _needs_verdicts(config, sampling, key)
+
+
+def _needs_verdicts(config: Config, sampling: SamplingConfig, key: str) -> Iterator[str]:
+    wanted = [
+        name
+        for name, asked in (
+            ("order prioritised", sampling.order == "prioritised"),
+            ("retire_above", sampling.retire_above is not None),
+            ("dynamic_rounds", sampling.dynamic_rounds > 0),
+        )
+        if asked
+    ]
+    if wanted and not any(domain.verifier for domain in config.domains.values()):
+        yield f"{key}: {', '.join(wanted)} need verdicts, and no domain has a verifier"
+    if sampling.dynamic_rounds > 0 and config.train.samples_per_prompt == 1:
+        yield f"{key}.dynamic_rounds: a group of one answer never differs; sample 2 or more"
