@@ -2,6 +2,7 @@
 
     mopd train CONFIG [MORE.yaml ...] [key=value ...]    distil; progress, metrics, report
     mopd check CONFIG [MORE.yaml ...] [key=value ...]    what can be found wrong without a model
+    mopd evaluate CONFIG [...] [--student PLACE]         base, teachers, student on held-out sets
     mopd report RUN_DIR                                  write a run's report again
 
 Files are merged in order, so a second one can add a domain and its teacher; ``key=value`` wins
@@ -77,6 +78,11 @@ def _parser() -> argparse.ArgumentParser:
     for name, run, text in (
         ("train", _train, "distil the teachers into the student, then report retention"),
         ("check", _check, "check configuration, tokenizers, prompts and verifiers; load no model"),
+        (
+            "evaluate",
+            _evaluate,
+            "score base, teachers, student and any model on every held-out set",
+        ),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("config", metavar="CONFIG", help="the run's YAML file")
@@ -85,6 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--plain", default=argparse.SUPPRESS, **plain)
         command.set_defaults(run=run)
+        if name == "evaluate":
+            from mopd.evaluating.arguments import add_arguments
+
+            add_arguments(command)
     text = "write report.html and report.md of a run directory again"
     report = commands.add_parser("report", help=text, description=text)
     report.add_argument("run_dir", type=Path)
@@ -141,6 +151,12 @@ def _check(arguments: argparse.Namespace) -> int:
         print(text)
     print("no fault found (servers and models were not started)")
     return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from mopd.evaluating.command import evaluate_command
+
+    return evaluate_command(arguments, _prepare(arguments))
 
 
 def _report(arguments: argparse.Namespace) -> int:

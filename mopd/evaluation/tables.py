@@ -90,5 +90,41 @@ def retention_table(retention: Mapping[str, Any]) -> Table:
     return table
 
 
+def score_rows(record: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(columns, rows) of every model on every domain: score, and change against the base.
+
+    Args:
+        record: the content of evaluation.json.
+    """
+    table = record["table"]
+    domains = list(dict.fromkeys(d for cells in table.values() for d in cells))
+    means = record["router"]["models"]
+    rows: list[tuple[str, ...]] = []
+    for model, cells in table.items():
+        row = [model]
+        for domain in domains:
+            cell = cells.get(domain)
+            text = NONE if cell is None else number(cell["score"])
+            if cell is not None and cell["change"] is not None:
+                text += f" ({cell['change']:+.3f})"
+            row.append(text)
+        rows.append((*row, number(means.get(model))))
+    router = record["router"]["router"]
+    if router is not None:
+        rows.append(("oracle router", *[""] * len(domains), number(router)))
+    return ("model", *domains, "mean"), rows
+
+
+def score_table(record: Mapping[str, Any]) -> Table:
+    """The same as a rich table."""
+    table = Table(title="Every model on every set (change against the base)", title_justify="left")
+    columns, rows = score_rows(record)
+    for k, column in enumerate(columns):
+        table.add_column(column, justify="left" if k == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
 def _escaped(cell: str) -> str:
     return cell.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

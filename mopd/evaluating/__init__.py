@@ -1,0 +1,1 @@
+"""`mopd evaluate`: which models there are, how each is asked, and what comes of their answers."""
