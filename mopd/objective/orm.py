@@ -66,7 +66,7 @@ def agapo(groups: Sequence[Tensor]) -> list[Tensor]:
 
 
 def maxrl(groups: Sequence[Tensor]) -> list[Tensor]:
-    """(r - r_bar) / r_bar, 0 without a success; rewards 0 and 1 only. MaxRL.
+    """(r - r_bar) / r_bar, 0 without a success; rewards 0 and 1 only. MaxRL (arXiv 2602.02710).
 
     A prompt solved once in G weighs its one success by G - 1: the hardest count most.
     Raises DataError for other rewards: the formula is of a success rate.
