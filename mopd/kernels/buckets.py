@@ -103,9 +103,12 @@ def bucket_logprobs(
     check_rows(logits_NV, ids_NK, inplace_backward)
     check_temperature(temperature)
     columns = shard_columns(logits_NV.shape[1], valid_vocab, vocab_start)
+    used_NK = ids_NK != UNUSED
+    first_NK = first_slots(ids_NK)
+    counted_NK = used_NK & (first_NK == torch.arange(ids_NK.shape[1], device=ids_NK.device))
     z_NK, z_tail_N, tail_entropy_N = TailBuckets.apply(
         logits_NV,
-        ids_NK.contiguous(),
+        torch.where(counted_NK, ids_NK, UNUSED),
         backend_module("buckets", backend, logits_NV.device.type),
         float(temperature),
         columns,
@@ -113,11 +116,10 @@ def bucket_logprobs(
         inplace_backward,
         return_entropy,
     )
-    used_NK = ids_NK != UNUSED
-    counted_NK = used_NK & ~repeats(ids_NK)
     z_NB = torch.cat([z_NK.masked_fill(~counted_NK, float("-inf")), z_tail_N.unsqueeze(1)], dim=1)
     log_sum_N1 = z_NB.logsumexp(dim=1, keepdim=True)
-    listed_NK = torch.where(used_NK, z_NK - log_sum_N1, 0.0)
+    # A repeat reads its first slot, to which autograd adds its gradient
+    listed_NK = torch.where(used_NK, z_NK.gather(1, first_NK) - log_sum_N1, 0.0)
     tail_N = z_tail_N - log_sum_N1.squeeze(1)
     entropy_N = None
     if tail_entropy_N is not None:
@@ -154,16 +156,21 @@ def topk_logprobs(
     return buckets.listed_NK
 
 
-def repeats(ids_NK: Tensor) -> Tensor:
-    """[N, K] bool: an earlier slot of the row lists the same id."""
-    sorted_NK, order_NK = ids_NK.sort(dim=1, stable=True)
-    again_NK = torch.zeros_like(sorted_NK, dtype=torch.bool)
-    again_NK[:, 1:] = sorted_NK[:, 1:] == sorted_NK[:, :-1]
-    return torch.zeros_like(again_NK).scatter_(1, order_NK, again_NK)
+def first_slots(ids_NK: Tensor) -> Tensor:
+    """[N, K] int64: the first slot of the row with the same id, its own where there is none."""
+    sorted_NK, slot_NK = ids_NK.sort(dim=1, stable=True)
+    starts_NK = torch.ones_like(sorted_NK, dtype=torch.bool)
+    starts_NK[:, 1:] = sorted_NK[:, 1:] != sorted_NK[:, :-1]
+    place_K = torch.arange(ids_NK.shape[1], device=ids_NK.device)
+    start_NK = torch.where(starts_NK, place_K, 0).cummax(dim=1).values
+    return torch.empty_like(slot_NK).scatter_(1, slot_NK, slot_NK.gather(1, start_NK))
 
 
 class TailBuckets(torch.autograd.Function):
-    """(logits, ids) -> (z of the ids [N, K], z of the tail [N], the tail's own entropy or None)."""
+    """(logits, ids) -> (z of the ids [N, K], z of the tail [N], the tail's own entropy or None).
+
+    No id may be listed twice in a row.
+    """
 
     @staticmethod
     def forward(

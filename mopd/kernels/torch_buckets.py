@@ -24,8 +24,8 @@ def tail_partials(
 ) -> TailPartials:
     """Over the valid columns that are not listed.
 
-    local_NK: int64 column of each listed id, -1 where it is unused or another shard's; repeats are
-        allowed. Rows that are not live give 0 and cost nothing.
+    local_NK: int64 column of each listed id, -1 where it is unused or another shard's; no column
+        twice in a row. Rows that are not live give 0 and cost nothing.
     """
     dtype = accumulator_dtype(logits_NV)
     tail_max_N = torch.zeros(logits_NV.shape[0], dtype=dtype, device=logits_NV.device)
@@ -67,9 +67,8 @@ def write_bucket_gradient(
     temperature: float,
     columns: Columns,
 ) -> None:
-    """out = g_k / T at the listed columns (repeats add up), g_tail / T * exp((x - m) / T - log s)
-    at the others; 0 in padded columns and in rows that are not live. `out_NV` may be `logits_NV`.
-    """
+    """out = g_k / T at the listed columns, g_tail / T * exp((x - m) / T - log s) at the others; 0
+    in padded columns and in rows that are not live. `out_NV` may be `logits_NV`."""
     dtype = accumulator_dtype(logits_NV)
     out_NV[:, columns.valid :] = 0
     zero_dead_rows(out_NV, live_N)

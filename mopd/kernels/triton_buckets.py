@@ -17,7 +17,8 @@ from torch import Tensor
 from mopd.kernels.partials import Columns, RowStats, TailPartials
 from mopd.kernels.triton_common import check_dtype, tile_size, warps
 
-MAX_TILE = 8192
+MAX_TILE = 4096
+"""Taking ids out of a tile holds it twice: at 8192 the compiler wants 128 registers a thread."""
 
 
 @triton.jit
@@ -102,6 +103,7 @@ def _bucket_gradient_kernel(  # type: ignore[no-untyped-def]
     columns,
     all_columns,
     slots,
+    SLOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     # One pass: a tile is read before it is written, so out_ptr may be logits_ptr.
@@ -118,21 +120,24 @@ def _bucket_gradient_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(base + column.to(tl.int64) * stride_column, mask=valid, other=float("-inf")).to(
             tl.float32
         )
-        added = tl.zeros([TILE], tl.float32)
-        for k in range(slots):
-            listed = tl.load(local_ptr + row * slots + k)
-            if (listed >= begin) & (listed < begin + TILE):
-                grad = tl.load(grad_ptr + row * slots + k).to(tl.float32) * inverse_temperature
-                x = tl.where(column == listed, float("-inf"), x)
-                added = tl.where(column == listed, added + grad, added)
+        # The listed columns too, where this may be inf: they are written again below
         softmax = tl.exp((x - tail_max) * inverse_temperature - log_sum)
         # where, not a product: a dead row's gradient may be NaN
-        value = tl.where(valid, scale * softmax + added, 0.0)
+        value = tl.where(valid, scale * softmax, 0.0)
         tl.store(
             out + column.to(tl.int64) * out_stride_column,
             value.to(out_ptr.dtype.element_ty),
             mask=column < all_columns,
         )
+    tl.debug_barrier()  # every thread's tiles are stored before any listed column is
+    slot = tl.arange(0, SLOTS)
+    listed = tl.load(local_ptr + row * slots + slot, mask=slot < slots, other=-1)
+    grad = tl.load(grad_ptr + row * slots + slot, mask=slot < slots, other=0.0).to(tl.float32)
+    tl.store(
+        out + listed * out_stride_column,
+        (grad * inverse_temperature).to(out_ptr.dtype.element_ty),
+        mask=(listed >= 0) & live,
+    )
 
 
 def tail_partials(
@@ -214,6 +219,7 @@ def write_bucket_gradient(
             columns.valid,
             all_columns,
             local_NK.shape[1],
+            SLOTS=triton.next_power_of_2(local_NK.shape[1]),
             TILE=tile,
             num_warps=warps(tile),
         )
