@@ -197,7 +197,7 @@ class FusedHead(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         gradient = HeadGradient(head, hidden=needs_hidden, weight=needs_weight)
         rows = len(target_ids_N)
-        for part in column_blocks(rows, ctx.columns.valid, hidden_NH.device.type):
+        for part in column_blocks(rows, ctx.columns.valid, head.dtype, hidden_NH.device.type):
             width = Columns(ctx.columns.start + part.start, part.stop - part.start)
             for block in row_blocks(rows):
                 logits_nc = head.tile(block, part)
@@ -234,7 +234,7 @@ def _partials(
     blocks = []
     for block in row_blocks(rows):
         merged = None
-        for part in column_blocks(rows, columns.valid, head.hidden_NH.device.type):
+        for part in column_blocks(rows, columns.valid, head.dtype, head.hidden_NH.device.type):
             partials = backend.row_partials(
                 head.tile(block, part),
                 target_ids_N[block],

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TILE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-"""Logits per tile. CUDA: 256 MiB of bfloat16, tiles of 8192 x 16384 that keep the products at full
-speed; CPU: 8 MiB of float32, so that the row kernel finds a tile in cache."""
+TILE_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+"""Of a tile's logits. CUDA: 8192 x 32768 in bfloat16, for products at full speed and few passes over
+the hidden states' gradient; CPU: so small that the row kernel finds the tile in cache."""
 
 BLOCK_ROWS = 8192
 """Most rows of a tile; below that the weights are read once per pass."""
@@ -57,9 +57,9 @@ def row_blocks(rows: int) -> Iterator[slice]:
         yield slice(begin, min(begin + BLOCK_ROWS, rows))
 
 
-def column_blocks(rows: int, columns: int, device_type: str) -> Iterator[slice]:
-    """Even blocks of the valid columns, such that a tile has about TILE_ELEMENTS."""
-    budget = TILE_ELEMENTS.get(device_type, TILE_ELEMENTS["cuda"])
+def column_blocks(rows: int, columns: int, dtype: torch.dtype, device: str) -> Iterator[slice]:
+    """Even blocks of the valid columns, such that a tile of `dtype` has about TILE_BYTES."""
+    budget = TILE_BYTES.get(device, TILE_BYTES["cuda"]) // dtype.itemsize
     most = max(COLUMN_MULTIPLE, budget // max(1, min(rows, BLOCK_ROWS)))
     count = -(-columns // most)
     if count == 0:

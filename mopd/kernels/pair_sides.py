@@ -97,7 +97,10 @@ class PairSides:
         valid = self.options.columns.valid
         if self.weight is None and self.teacher_weight is None:
             return iter([slice(0, valid)])
-        return column_blocks(self.x.shape[0], valid, self.x.device.type)
+        dtype = torch.promote_types(
+            self.options.student_dtype or self.x.dtype, self.options.teacher_dtype or self.y.dtype
+        )
+        return column_blocks(self.x.shape[0], valid, dtype, self.x.device.type)
 
     def tiles(self) -> Iterator[tuple[slice, slice]]:
         """(rows, columns) of every tile, columns inside."""

@@ -174,7 +174,7 @@ def heads(rows: int, width: int, seed: int = 0):
 @pytest.mark.parametrize("fused_student", [False, True])
 def test_hidden_states_tile_by_tile(backend, direction, beta, fused_student, monkeypatch):
     rows, width, valid = 5, 70, 66
-    monkeypatch.setattr("mopd.kernels.head.TILE_ELEMENTS", {"cpu": 2 * 16, "cuda": 2 * 16})
+    monkeypatch.setattr("mopd.kernels.head.TILE_BYTES", {"cpu": 4 * 2 * 16, "cuda": 4 * 2 * 16})
     monkeypatch.setattr("mopd.kernels.head.COLUMN_MULTIPLE", 16)
     monkeypatch.setattr("mopd.kernels.head.BLOCK_ROWS", 2)
     tensors = heads(rows, width)

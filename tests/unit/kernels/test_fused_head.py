@@ -37,7 +37,7 @@ def case(rows: int, width: int, size: int = 7, valid: int | None = None):
 
 
 def tiny_tiles(monkeypatch, elements: int = 2 * 16) -> None:
-    monkeypatch.setattr("mopd.kernels.head.TILE_ELEMENTS", {"cpu": elements, "cuda": elements})
+    monkeypatch.setattr("mopd.kernels.head.TILE_BYTES", {"cpu": 4 * elements, "cuda": 4 * elements})
     monkeypatch.setattr("mopd.kernels.head.COLUMN_MULTIPLE", 16)
     monkeypatch.setattr("mopd.kernels.head.BLOCK_ROWS", 2)
 
@@ -172,13 +172,13 @@ def test_fp32_logits_of_low_precision_weights(backend):
 def test_never_a_vocabulary_sized_tensor(backend, monkeypatch):
     """The largest new tensor is the weight's gradient, or, where that is frozen, a tile."""
     rows, width, size = 256, 2048, 8
-    monkeypatch.setattr("mopd.kernels.head.TILE_ELEMENTS", {"cpu": 2**15, "cuda": 2**15})
+    monkeypatch.setattr("mopd.kernels.head.TILE_BYTES", {"cpu": 4 * 2**15, "cuda": 4 * 2**15})
     monkeypatch.setattr("mopd.kernels.chunks.CHUNK_ELEMENTS", 2**13)
     hidden, weight, targets, _ = (t.to(DEVICE) for t in case(rows, width, size=size))
     if backend == "triton" and DEVICE == "cpu":  # the interpreter is slow
         rows = 32
         hidden, targets = hidden[:rows].clone(), targets[:rows].clone()
-        monkeypatch.setattr("mopd.kernels.head.TILE_ELEMENTS", {"cpu": 2**13, "cuda": 0})
+        monkeypatch.setattr("mopd.kernels.head.TILE_BYTES", {"cpu": 4 * 2**13, "cuda": 0})
     tile = 2**15 if rows == 256 else 2**13
     known = [hidden.requires_grad_(), weight.requires_grad_()]
     with LargestNewStorage(*known) as seen:
