@@ -151,7 +151,7 @@ def _test(copy: Path, best: str) -> None:
 def load_large_packages() -> None:
     """What the tests import besides mopd, once for all forks; no thread may be started."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    import hypothesis  # noqa: F401
+    import hypothesis
     import numpy  # noqa: F401
     import omegaconf  # noqa: F401
     import pytest  # noqa: F401
@@ -159,6 +159,10 @@ def load_large_packages() -> None:
     import torch._dynamo  # noqa: F401
 
     torch.set_num_threads(1)
+    # Whether a fault is found is asked, not its smallest example.
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("unshrunk", phases=phases)
+    hypothesis.settings.load_profile("unshrunk")
     assert not any(name.split(".")[0] == "mopd" for name in sys.modules)
 
 
