@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
-"""Of a tile's logits. CUDA: 8192 x 32768 in bfloat16, for products at full speed and few passes over
-the hidden states' gradient; CPU: so small that the row kernel finds the tile in cache."""
+"""Of a tile's logits. CUDA: 8192 x 32768 in bfloat16, for products at full speed and few passes
+over the hidden states' gradient; CPU: so small that the row kernel finds the tile in cache."""
 
 BLOCK_ROWS = 8192
 """Most rows of a tile; below that the weights are read once per pass."""
