@@ -96,8 +96,11 @@ class _Evaluation:
         self._config = prepared.config
         self._cache = Path(prepared.config.run_dir) / ".evaluations"
         self._samplings = samplings(prepared.config)
+        self._files: dict[Path, AnswerFile] = {}
         self._work = [self._open(model) for model in models]
-        self._total = sum(len(keys) for w in self._work for keys in w.todo.values())
+        self._total = sum(len(keys) for w in self._unique() for keys in w.todo.values())
+        # Two names of one model (a student that is its teacher) share their answers: in turns.
+        self._turns = {w.model.fingerprint: asyncio.Lock() for w in self._work}
         self._answered, self._began = 0, time.monotonic()
 
     def _open(self, model: ModelUnderTest) -> Work:
@@ -109,16 +112,36 @@ class _Evaluation:
                 continue
             sampled = sampling_fingerprint(sampling.settings)
             work.files[sampling.name] = {
-                name: AnswerFile(
-                    self._cache,
-                    (model.fingerprint, set_fingerprint(prompts, judged[name].verifier), sampled),
-                    {"model": model.where, "set": name, "sampling": dict(sampling.settings)},
+                name: self._shared(
+                    AnswerFile(
+                        self._cache,
+                        (
+                            model.fingerprint,
+                            set_fingerprint(prompts, judged[name].verifier),
+                            sampled,
+                        ),
+                        {"model": model.where, "set": name, "sampling": dict(sampling.settings)},
+                    )
                 )
                 for name, prompts in model.sets.items()
             }
-            wanted = sampling.wanted(model.sets)
-            work.todo[sampling.name] = missing_keys(work.files[sampling.name], wanted)
+        self._look(work)
         return work
+
+    def _shared(self, file: AnswerFile) -> AnswerFile:
+        return self._files.setdefault(file.path, file)
+
+    def _look(self, work: Work) -> None:
+        """Note what the model still lacks."""
+        work.todo = {
+            sampling.name: missing_keys(work.files[sampling.name], sampling.wanted(work.model.sets))
+            for sampling in self._samplings
+            if sampling.name in work.files
+        }
+
+    def _unique(self) -> list[Work]:
+        """One of each model, the student's rather than another of the same."""
+        return list({w.model.fingerprint: w for w in reversed(self._work)}.values())
 
     async def run(self) -> EvaluationOutcome:
         began = time.perf_counter()
@@ -165,7 +188,8 @@ class _Evaluation:
     ) -> None:
         """Everything that is wanted of one model."""
         model = work.model
-        async with slots:
+        async with self._turns[model.fingerprint], slots:
+            self._look(work)
             to_score = self._to_score(work, scores)
             if not any(work.todo.values()) and not to_score:
                 work.done.set()
@@ -211,15 +235,14 @@ class _Evaluation:
         return next((w for w in self._work if w.model.role == "student"), None)
 
     def _to_score(self, work: Work, scores: Scores) -> list[tuple[str, str]]:
-        """(sampling, domain) of the student's answers that this model has still to score."""
+        """(sampling, domain) of the student's answers that this teacher has still to score."""
         student = self._student()
-        if student is None or student.model.folder is None or not work.model.scores:
+        if student is None or student.model.folder is None or not student.model.same_tokens:
             return []
-        own = work is student
         return [
             (sampling, domain)
             for domain, teacher in self._teachers().items()
-            if own or teacher == work.model.label
+            if teacher == work.model.label and work.model.scores
             for sampling in ("greedy", "divergence")
             if not scores.has(work, student, sampling, self._prepared.domain_sets()[domain])
         ]
@@ -311,25 +334,26 @@ class _Evaluation:
             sets = self._prepared.domain_sets()[domain]
             teacher = teachers.get(label)
             if teacher is None or not all(
-                scores.has(who, student, "divergence", sets) for who in (student, teacher)
+                scores.has(teacher, student, sampling, sets)
+                for sampling in ("greedy", "divergence")
             ):
                 continue
-            own, theirs = (
-                [v for s in sets for v in scores.get(w, student, "divergence", s).values()]
-                for w in (student, teacher)
-            )
+            pairs = [
+                pair
+                for s in sets
+                for pair in _paired(student, scores.get(teacher, student, "divergence", s), s)
+            ]
             divergence[domain] = held_out_divergence(
-                own,
-                theirs,
+                [own for own, _ in pairs],
+                [theirs for _, theirs in pairs],
                 replicates=self._config.evaluation.bootstrap,
                 seed=stream(self._config.evaluation.seed, domain),
             )
             for name in sets:
-                mine = scores.get(student, student, "greedy", name)
-                other = scores.get(teacher, student, "greedy", name)
                 answers = student.files["greedy"][name].answers
-                for key, values in mine.items():
-                    gaps = [t - s for t, s in zip(other[key], values, strict=True)]
+                for key, theirs in scores.get(teacher, student, "greedy", name).items():
+                    own = answers[key].logprobs or ()
+                    gaps = [t - s for t, s in zip(theirs, own, strict=True)]
                     texts = [decode([token]) for token in answers[key].ids or ()]
                     tokens[key.rpartition("#")[0]] = (texts, gaps)
         return divergence, tokens
@@ -374,6 +398,14 @@ class _Evaluation:
             ),
             *verifier_warnings(results),
         ]
+
+
+def _paired(
+    student: Work, theirs: Mapping[str, Sequence[float]], name: str
+) -> list[tuple[Sequence[float], Sequence[float]]]:
+    """(the student's, the teacher's) logprobs of each sampled answer of a set."""
+    answers = student.files["divergence"][name].answers
+    return [(answers[key].logprobs or (), values) for key, values in theirs.items()]
 
 
 def engines_at_once(config: Config) -> int:

@@ -91,6 +91,10 @@ class _Engine:
                     r.response_ids,
                     len(r.response_ids),
                     r.finish_reason,
+                    # Greedy or at temperature 1, these are log pi over the ids that may be
+                    # sampled. (Scored as a prompt, tokens are weighed against the padding rows of
+                    # the head too, which no training ever held down.)
+                    tuple(round(x, 6) for x in r.sampler_logprobs),
                 )
                 for r in group
             ]

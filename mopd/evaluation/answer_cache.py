@@ -17,7 +17,7 @@ from typing import Any
 
 from mopd.errors import DataError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,9 @@ class CachedAnswer:
     finish_reason: str
     correct: bool | None
     score: float | None
+    logprobs: tuple[float, ...] | None = None
+    """[R] log pi of each id at temperature 1, over the ids that may be sampled; None where nobody
+    said."""
     failure: str | None = None
     """Why there is no verdict, where the verifier failed: such an answer is judged again."""
 
@@ -83,8 +86,9 @@ class AnswerFile:
                     ):
                         raise ValueError(f"a header of {record}")
                 else:
-                    ids = record.pop("ids")
-                    answer = CachedAnswer(ids=None if ids is None else tuple(ids), **record)
+                    for key in ("ids", "logprobs"):
+                        record[key] = None if record[key] is None else tuple(record[key])
+                    answer = CachedAnswer(**record)
                     self.answers[answer.key] = answer
             except (ValueError, TypeError, KeyError) as error:
                 raise DataError(

@@ -25,6 +25,7 @@ class RawAnswer:
     ids: tuple[int, ...] | None
     tokens: int
     finish_reason: str
+    logprobs: tuple[float, ...] | None = None
 
 
 Ask = Callable[[Sequence[tuple[str, Prompt]]], AsyncIterator[Sequence[RawAnswer]]]
@@ -112,7 +113,9 @@ async def answer_missing(
 
 
 def _as_raw(answer: CachedAnswer) -> RawAnswer:
-    return RawAnswer(answer.key, answer.text, answer.ids, answer.tokens, answer.finish_reason)
+    return RawAnswer(
+        answer.key, answer.text, answer.ids, answer.tokens, answer.finish_reason, answer.logprobs
+    )
 
 
 def _keep(
@@ -125,7 +128,14 @@ def _keep(
     for answer in batch:
         verdict = verdicts.get(answer.key)
         kept = CachedAnswer(
-            answer.key, answer.text, answer.ids, answer.tokens, answer.finish_reason, None, None
+            answer.key,
+            answer.text,
+            answer.ids,
+            answer.tokens,
+            answer.finish_reason,
+            correct=None,
+            score=None,
+            logprobs=answer.logprobs,
         )
         if isinstance(verdict, Verdict):
             kept = replace(kept, correct=verdict.correct, score=verdict.score)
