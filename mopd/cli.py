@@ -3,7 +3,8 @@
     mopd train CONFIG [MORE.yaml ...] [key=value ...]    distil; progress, metrics, report
     mopd check CONFIG [MORE.yaml ...] [key=value ...]    what can be found wrong without a model
     mopd evaluate CONFIG [...] [--student PLACE]         base, teachers, student on held-out sets
-    mopd report RUN_DIR                                  write a run's report again
+    mopd report RUN_DIR [--gate BOUNDS]                  write a run's report again; judge it
+    mopd report --compare RUN_A RUN_B                    two runs' students on the same items
 
 Files are merged in order, so a second one can add a domain and its teacher; ``key=value`` wins
 over both. Exit code 0: done; 1: something a user can mend, said in one message; 2: wrong usage;
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mopd.errors import MopdError
+from mopd.errors import ConfigError, MopdError
 
 STOPPED = 130
 """Exit code after Ctrl-C, as shells have it; what was done is saved."""
@@ -97,7 +98,21 @@ def _parser() -> argparse.ArgumentParser:
             add_arguments(command)
     text = "write report.html and report.md of a run directory again"
     report = commands.add_parser("report", help=text, description=text)
-    report.add_argument("run_dir", type=Path)
+    which = report.add_mutually_exclusive_group(required=True)
+    which.add_argument("run_dir", type=Path, nargs="?", metavar="RUN_DIR")
+    which.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("RUN_A", "RUN_B"),
+        help="compare the students of two runs on their common held-out items instead",
+    )
+    report.add_argument(
+        "--gate",
+        metavar="BOUNDS",
+        help="exit with 1 unless every domain holds, e.g. min_retention=0.97,max_forgetting=0.01; "
+        "min_headroom=...; lower ends of the intervals count, with bound=point the values",
+    )
     report.set_defaults(run=_report)
     return parser
 
@@ -160,10 +175,33 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from mopd.evaluation.report import write_report
+    from mopd.evaluation.compare import compare_runs, compare_table
+    from mopd.evaluation.gate import check_gate, parse_gate
+    from mopd.evaluation.report import read_retention, write_report
 
+    if arguments.compare and arguments.gate is not None:
+        raise ConfigError("--gate judges one run, --compare shows two; give one of them")
+    if arguments.compare:
+        from rich.console import Console
+
+        a, b = arguments.compare
+        rows, different = compare_runs(a, b)
+        Console(width=None if sys.stdout.isatty() else 120).print(
+            compare_table(rows, a.name, b.name)
+        )
+        for line in different:
+            print(f"  {line}")
+        return 0
+    gate = parse_gate(arguments.gate) if arguments.gate is not None else None
     print(write_report(arguments.run_dir))
-    return 0
+    if gate is None:
+        return 0
+    failed, held = check_gate(read_retention(arguments.run_dir), gate)
+    for line in held:
+        print(f"holds:  {line}")
+    for line in failed:
+        print(f"FAILED: {line}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from mopd.errors import DataError
 from mopd.evaluation import svg
 from mopd.evaluation.run_files import Record, RunFiles, read_run
 from mopd.evaluation.tables import (
@@ -55,6 +56,21 @@ def write_report(run_dir: Path) -> Path:
     html = environment.from_string(template).render(page(run))
     _replace(run_dir / "report.md", markdown(run))
     return _replace(run_dir / "report.html", html)
+
+
+def read_retention(run_dir: Path) -> Record:
+    """The run's retention.json.
+
+    Raises:
+        DataError: there is none: the run was not finished, or is not a run.
+    """
+    retention = read_run(run_dir).retention
+    if retention is None:
+        raise DataError(
+            f"{run_dir} has no retention.json that can be read: its final evaluation is missing; "
+            "finish the run (resume=true), or evaluate its student: mopd evaluate CONFIG"
+        )
+    return retention
 
 
 def verdict(run: RunFiles) -> str:

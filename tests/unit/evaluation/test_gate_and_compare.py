@@ -1,0 +1,123 @@
+"""The gate's exit code and the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_run import write_fake_run
+
+from mopd.cli import main
+from mopd.errors import ConfigError, DataError
+from mopd.evaluation.compare import compare_runs, student_scores
+from mopd.evaluation.gate import Gate, check_gate, parse_gate
+from mopd.evaluation.items import ItemResult
+from mopd.evaluation.retention import build_retention
+
+
+def items(right: int, n: int = 200) -> list[ItemResult]:
+    return [ItemResult(f"i/{k:03d}", k < right, float(k < right), 3, "stop") for k in range(n)]
+
+
+def result(student: int, general: int = 120) -> dict:
+    roles = {
+        "base": {"d": items(100), "general": items(120)},
+        "teacher": {"d": items(190)},
+        "student": {"d": items(student), "general": items(general)},
+    }
+    return build_retention(roles, replicates=400, without_teacher=["general"])
+
+
+def test_the_lower_bound_decides_unless_told_otherwise():
+    found = result(188)
+    point = found["domains"]["d"]["retention"]
+    assert point > 0.98 > found["domains"]["d"]["retention_lower"]
+    failed, _ = check_gate(found, parse_gate("min_retention=0.98"))
+    assert len(failed) == 1 and failed[0].startswith("d: retention 0.9")
+    failed, held = check_gate(found, parse_gate("min_retention=0.98, bound=point"))
+    assert failed == [] and len(held) == 1
+
+
+def test_forgetting_is_looked_for_on_every_set_and_needs_enough_items():
+    failed, held = check_gate(result(188, general=112), Gate(max_forgetting=0.03))
+    assert [line.split(":")[0] for line in failed] == ["general"]
+    assert [line.split(":")[0] for line in held] == ["d"]
+    # Not one item differs, but 200 items cannot show that less than 1 % was forgotten.
+    unchanged = result(188, general=120)
+    assert check_gate(unchanged, Gate(max_forgetting=0.01))[0] != []
+    assert check_gate(unchanged, Gate(max_forgetting=0.02))[0] == []
+
+
+def test_what_cannot_be_measured_is_not_shown():
+    roles = {r: {"d": items(150)} for r in ("base", "teacher", "student")}
+    found = build_retention(roles, replicates=200)
+    (line,) = check_gate(found, Gate(min_headroom=0.5))[0]
+    assert "d: headroom captured cannot be shown: teacher - base = +0.000" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("min_retenton=0.9", "did you mean 'min_retention'"),
+        ("min_retention=high", "expected a number"),
+        ("min_retention=97", "fractions"),
+        ("bound=upper", "lower or point"),
+        ("bound=point", "asks for nothing"),
+        ("", "asks for nothing"),
+    ],
+)
+def test_a_gate_that_means_nothing_is_refused(text, said):
+    with pytest.raises(ConfigError, match=said):
+        parse_gate(text)
+
+
+def test_the_command_exits_with_1_and_names_the_domains(tmp_path, capsys):
+    run = write_fake_run(tmp_path / "run")
+    assert main(["report", str(run), "--gate", "min_retention=0.5"]) == 0
+    assert main(["report", str(run), "--gate", "min_retention=0.999"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "caesar: retention" in out
+    unfinished = write_fake_run(tmp_path / "unfinished", done=20)
+    assert main(["report", str(unfinished), "--gate", "min_retention=0.5"]) == 1
+    assert "retention.json" in capsys.readouterr().err
+
+
+def write_answers(run, right: set[int], n: int = 100):
+    run.mkdir(parents=True, exist_ok=True)
+    rows = [[f"i/{k}", k in right, 1.0, 3] for k in range(n)]
+    (run / "final_answers.json").write_text(json.dumps({"student": {"d": rows}}))
+    (run / "config.yaml").write_text(f"seed: {len(right)}\ntrain: {{steps: 5}}\n")
+
+
+def test_runs_are_compared_on_common_items(tmp_path, capsys):
+    a, b = tmp_path / "a", tmp_path / "b"
+    write_answers(a, set(range(60)))
+    write_answers(b, set(range(10, 90)), n=110)
+    rows, different = compare_runs(a, b)
+    (row,) = rows
+    assert (row.a, row.b, row.n, row.left_out) == (0.6, 0.8, 100, 10)
+    assert (row.better, row.worse) == (30, 10) and 0.001 < row.p < 0.01
+    assert row.change_ci95[0] > 0.05
+    assert different == ["seed: 60 -> 80"]
+    assert main(["report", "--compare", str(a), str(b)]) == 0
+    assert "+0.200" in capsys.readouterr().out
+
+
+def test_runs_that_share_nothing_are_refused(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    write_answers(a, {1})
+    b.mkdir()
+    with pytest.raises(DataError, match="neither final_answers.json nor"):
+        student_scores(b)
+    (b / "final_answers.json").write_text(json.dumps({"student": {"other": [["x", True, 1, 1]]}}))
+    with pytest.raises(DataError, match="no judged held-out item in common"):
+        compare_runs(a, b)
+
+
+def test_the_last_recorded_answers_do_where_there_is_no_final_file(tmp_path):
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    for step, right in ((0, False), (20, True)):
+        record = {"d": [{"item_id": "i/0", "correct": right}]}
+        (folder / f"student-{step:06d}.json").write_text(json.dumps(record))
+    assert student_scores(tmp_path) == {"d": {"i/0": True}}
