@@ -13,59 +13,40 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
-import numpy as np
 
 from mopd_teachers import transport, wire
 from mopd_teachers.errors import TeacherError
-from mopd_teachers.scores import (
-    Outcome,
-    ScoreItem,
-    TeacherFailure,
-    TeacherScore,
-    score_of_positions,
-    score_of_result,
-)
+from mopd_teachers.generation import Generation, generate_at
+from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
+from mopd_teachers.replica import Endpoint, Replica
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
+from mopd_teachers.scoring import score_at
 from mopd_teachers.stats import TeacherStats
-from mopd_teachers.transport import Endpoint, RequestError, Server
+from mopd_teachers.transport import RequestError
 
-__all__ = ["Endpoint", "Generation", "ProbeReport", "ScoreItem", "TeacherClient",
-           "TeacherFailure", "TeacherScore"]  # fmt: skip
+__all__ = ["Endpoint", "Generation", "ProbeReport", "TeacherClient"]
 
 SEQUENCES_PER_REQUEST = 256
 PROMPTS_PER_REQUEST = 64
 _BACKOFF_S = 0.2
 _BACKOFF_MAX_S = 5.0
-_PROBE_IDS = tuple((7 * i + 11) % 64 for i in range(48))  # in every vocabulary of 64 or more
-_MIN_SPREAD = 0.05  # nats; a model that knows anything varies by whole nats over 47 tokens
+_QUICK_S = 5.0  # deadline of a question that costs the server nothing
+
+DOWN = "down"  # the cause of a request that was not made, because the server just failed a trial
+ANSWERED_WRONG = frozenset(("bad scores", "wrong ids"))
+"""Causes of samples that are asked for again: the fault may have been on the way."""
+SERVER_CAUSES = frozenset(("timeout", "connection", "bad answer", "stranger", DOWN))
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One answer: the ids (with the end-of-sequence id when it was drawn) and why it ended."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeReport:
-    """What `probe` found."""
-
-    models: tuple[str, ...]
-    """Served name of each server."""
-    max_model_len: int
-    """Shortest of the servers' contexts, in tokens."""
-    fast_route: bool
-    """True when every server has our route."""
-    capabilities: frozenset[str]
-    """What every server can score: `wire.SAMPLED`, `wire.TOP_K`, `wire.CANDIDATES`."""
+def is_servers_fault(cause: str) -> bool:
+    """Whether a sample failed because a server did not do its work, so that a restart may help."""
+    return cause in SERVER_CAUSES or cause.startswith("http 5")
 
 
 class TeacherClient:
@@ -73,7 +54,7 @@ class TeacherClient:
 
     `timeout_s` is the deadline of each HTTP request, `retries` how often a request is tried
     again, on another server where there is one, `concurrency` how many requests one server has
-    at a time.
+    at a time (fewer where so many could not all meet their deadlines: see `Replica`).
     """
 
     def __init__(
@@ -90,10 +71,13 @@ class TeacherClient:
         self.name = name
         self.stats = TeacherStats()
         self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
-        self._servers = [Server(name, endpoint) for endpoint in endpoints]
+        self._servers = [self._replica(endpoint) for endpoint in endpoints]
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._needs = (0, False)  # the top_k that will be asked for, and whether candidates will
+        self._needs = Needs()
+
+    def _replica(self, endpoint: Endpoint) -> Replica:
+        return Replica(self.name, endpoint, self._timeout_s, self._concurrency)
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -102,12 +86,10 @@ class TeacherClient:
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.closed or self._loop is not loop:
             for server in self._servers:
-                server.slots, server.in_flight = asyncio.Semaphore(self._concurrency), 0
-            self._session = aiohttp.ClientSession(
-                # Idle connections are dropped before the server (5 s) would.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-                timeout=aiohttp.ClientTimeout(total=self._timeout_s),
-            )
+                server.enter_loop()
+            # Idle connections are dropped before the server (5 s) would.
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
+            self._session = aiohttp.ClientSession(connector=connector)
             self._loop = loop
         return self._session
 
@@ -116,11 +98,23 @@ class TeacherClient:
 
         Raises TeacherError, and keeps the old one, when the new one does not pass.
         """
+        self._servers[index] = await self._probed(endpoint)
+
+    async def add_endpoint(self, endpoint: Endpoint) -> None:
+        """One server more, after probing it; TeacherError when it does not pass."""
+        self._servers.append(await self._probed(endpoint))
+
+    def remove_endpoint(self, index: int) -> None:
+        """Give this server no further request; what it has in flight is still taken."""
+        if len(self._servers) == 1:
+            raise TeacherError(f"teacher {self.name!r}: its only server cannot be removed")
+        del self._servers[index]
+
+    async def _probed(self, endpoint: Endpoint) -> Replica:
         self._open()
-        server = Server(self.name, endpoint)
-        server.slots = asyncio.Semaphore(self._concurrency)
-        await self._probe_server(server)
-        self._servers[index] = server
+        server = self._replica(endpoint)
+        await self._probe(server)
+        return server
 
     async def close(self) -> None:
         """Close the connections. The client can be used again afterwards."""
@@ -134,52 +128,28 @@ class TeacherClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # ---- requests ---------------------------------------------------------------------------
+    # ---- what is known of it ----------------------------------------------------------------
 
-    async def _request(
-        self, server: Server, method: str, path: str, body: Any = None, **how: Any
-    ) -> Any:
-        """One try of one request (see `transport.request`)."""
-        return await transport.request(
-            self._open(), server, method, path, body, timeout_s=self._timeout_s, **how
-        )
+    @property
+    def max_model_len(self) -> int | None:
+        """Shortest context of the servers, in tokens; None before `probe`."""
+        return min((s.max_model_len for s in self._servers if s.max_model_len), default=None)
 
-    def _least_loaded(self, avoid: Server | None) -> Server:
-        others = [s for s in self._servers if s is not avoid] or self._servers
-        return min(others, key=lambda s: s.in_flight)
-
-    async def _retried(self, call: Callable[[Server], Awaitable[T]]) -> T:
-        """Run `call` on the least loaded server; again, elsewhere if possible, when it fails."""
-        self._open()
-        server: Server | None = None
-        for attempt in range(self._retries + 1):
-            server = self._least_loaded(avoid=server)
-            server.in_flight += 1
-            try:
-                async with server.slots:
-                    begin = time.perf_counter()
-                    result = await call(server)
-                    self.stats.request_done(time.perf_counter() - begin)
-                    return result
-            except RequestError as error:
-                if not error.retry or attempt == self._retries:
-                    raise
-                self.stats.retries += 1
-            finally:
-                server.in_flight -= 1
-            delay = min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt)
-            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
-        raise AssertionError("unreachable")
+    @property
+    def servers(self) -> Sequence[Replica]:
+        """The servers, to look at."""
+        return tuple(self._servers)
 
     def metrics(self) -> dict[str, float]:
-        """Counters of this teacher (see `TeacherStats.snapshot`)."""
-        return self.stats.snapshot()
-
-    def _describe(self, error: RequestError) -> str:
-        tries = f", tried {self._retries + 1} times" if error.retry and self._retries else ""
-        return f"teacher {self.name!r}: {error.detail}{tries}"
-
-    # ---- probe ------------------------------------------------------------------------------
+        """Counters of this teacher (see `TeacherStats.snapshot`), and how its servers are."""
+        states = [server.state for server in self._servers]
+        speeds = [server.tokens_per_s or 0.0 for server in self._servers]
+        return self.stats.snapshot() | {
+            "servers": float(len(states)),
+            "servers_up": float(states.count("up")),
+            "servers_down": float(states.count("down")),
+            "tokens_per_s": sum(speeds),
+        }
 
     async def probe(self, *, top_k: int = 0, candidates: bool = False) -> ProbeReport:
         """Ask every server who it is and what it can do, and check that it knows something.
@@ -190,88 +160,57 @@ class TeacherClient:
         are gone, log p = -ln V.
         """
         self._open()
-        self._needs = (top_k, candidates)
+        self._needs = Needs(top_k, candidates)
         for server in self._servers:
-            await self._probe_server(server)
+            await self._probe(server)
         models = tuple(server.model or "" for server in self._servers)
         assert self.max_model_len is not None
         able = frozenset.intersection(*(server.capabilities for server in self._servers))
         return ProbeReport(models, self.max_model_len, all(s.fast for s in self._servers), able)
 
-    @property
-    def max_model_len(self) -> int | None:
-        """Shortest context of the servers, in tokens; None before `probe`."""
-        return min((s.max_model_len for s in self._servers if s.max_model_len), default=None)
-
-    async def _probe_server(self, server: Server) -> None:
+    async def _probe(self, server: Replica) -> None:
         try:
-            await self._identify(server)
-            await self._check_scores(server)
+            await probe_server(self._again, server, self.name, self._needs)
         except RequestError as error:
             raise TeacherError(
                 f"{self._describe(error)}. Is the server running, and is it vLLM?"
             ) from error
 
-    async def _identify(self, server: Server) -> None:
-        """Check the served name; note the context length and whether our route is there."""
-        answer = await self._again(server, "GET", "/v1/models")
+    async def revive(self, index: int) -> bool:
+        """Whether this server answers and serves its model; if so it takes requests again."""
+        server = self._servers[index]
+        self._open()
         try:
-            cards = {card["id"]: card for card in answer["data"]}
-        except (TypeError, LookupError):
-            cards = {}
-        if not cards:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url}/v1/models lists no model; "
-                "expected a vLLM server"
-            )
-        model = next(iter(cards)) if server.model is None else server.model
-        if model not in cards:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url} serves {sorted(cards)}, expected "
-                f"{model!r}. Another server answers there, or `model` is wrong"
-            )
-        length = cards[model].get("max_model_len")
-        if not isinstance(length, int) or length < 1:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url} does not say its max_model_len (got "
-                f"{length!r}); expected a vLLM server"
-            )
-        try:
-            described = await self._again(server, "GET", wire.PATH)
-            if not isinstance(described, Mapping) or described.get("protocol") != wire.PROTOCOL:
-                described = None
-        except RequestError as error:
-            if error.cause not in ("http 404", "http 405"):
-                raise
-            described = None
-        server.model, server.max_model_len, server.fast = model, length, described is not None
-        server.capabilities = frozenset((wire.SAMPLED, wire.TOP_K))
-        if described is not None:
-            server.capabilities = frozenset(described.get("capabilities", ()))
-        self._require_able(server, described or {})
+            await require_same_model(self._quick, server)
+            await probe_server(self._ask, server, self.name, self._needs)
+        except (RequestError, TeacherError) as error:
+            server.last_error = str(error)
+            return False
+        server.recovered()
+        return True
 
-    def _require_able(self, server: Server, described: Mapping[str, Any]) -> None:
-        """Refuse a server that cannot give what the run will ask for."""
-        top_k, candidates = self._needs
-        if candidates and wire.CANDIDATES not in server.capabilities:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url} is a vLLM server without the route "
-                f"{wire.PATH} (protocol {wire.PROTOCOL}), so it cannot score ids that it is given "
-                "(the student's top-k). Let the teacher's own top-k be the support, or serve the "
-                "teacher by `mopd teachers serve`"
-            )
-        limit = described.get("max_top_k")
-        if limit is not None and top_k > limit:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url} gives at most the {limit} likeliest ids, "
-                f"expected {top_k}; lower top_k"
-            )
+    # ---- requests ---------------------------------------------------------------------------
 
-    async def _again(self, server: Server, method: str, path: str) -> Any:
+    async def _ask(
+        self, server: Replica, method: str, path: str, body: Any = None, **how: Any
+    ) -> Any:
+        """One try of one request (see `transport.request`)."""
+        how.setdefault("timeout_s", self._timeout_s)
+        return await transport.request(self._open(), server, method, path, body, **how)
+
+    async def _quick(
+        self, server: Replica, method: str, path: str, body: Any = None, **how: Any
+    ) -> Any:
+        how["timeout_s"] = min(self._timeout_s, _QUICK_S)
+        return await self._ask(server, method, path, body, **how)
+
+    async def _again(
+        self, server: Replica, method: str, path: str, body: Any = None, **how: Any
+    ) -> Any:
         """A request to this very server, with the usual retries."""
         for attempt in range(self._retries + 1):
             try:
-                return await self._request(server, method, path)
+                return await self._ask(server, method, path, body, **how)
             except RequestError as error:
                 if not error.retry or attempt == self._retries:
                     raise
@@ -279,63 +218,57 @@ class TeacherClient:
                 await asyncio.sleep(_BACKOFF_S * random.uniform(0.5, 1.5))
         raise AssertionError("unreachable")
 
-    async def _check_scores(self, server: Server) -> None:
-        response = _PROBE_IDS[1:]
-        # Also its own candidate, whose two logprobs `scores` compares.
-        given = np.array([(i, (i + 1) % 64) for i in response]) if self._needs[1] else None
-        item = ScoreItem("probe", _PROBE_IDS[:1], response, given)
-        top_k = 0 if given is not None else self._needs[0]
-        try:
-            outcomes = [(await self._score_at(server, [item], top_k)) for _ in range(2)]
-        except RequestError as error:
-            if error.cause == "http 400" and top_k:
-                raise TeacherError(
-                    f"teacher {self.name!r}: {server.url} refused to give the {top_k} "
-                    "likeliest ids; a plain vLLM server gives as many as its --max-logprobs says "
-                    f"(20 by default): {error.detail}"
-                ) from error
-            raise
-        found: list[list[float]] = []
-        for outcome in outcomes:
-            score = outcome["probe"]
-            if isinstance(score, TeacherFailure):
-                raise TeacherError(
-                    f"teacher {self.name!r}: {server.url} cannot score a probe of "
-                    f"{len(_PROBE_IDS)} tokens: {score.detail}"
-                )
-            found.append(score.logprobs.tolist())
-        first, second = found
-        apart = max(abs(a - b) for a, b in zip(first, second, strict=True))
-        if apart > 0.05:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url} scored the same tokens twice and the "
-                f"logprobs differ by up to {apart:.3g} nats; expected the same. Is a sampling "
-                "parameter or a changing adapter active there?"
-            )
-        if max(first) - min(first) < _MIN_SPREAD:
-            mean = sum(first) / len(first)
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url} gives every token the same logprob "
-                f"({mean:.3f}, that is 1 of {math.exp(-mean):.0f}): the model has lost its "
-                "weights, or never had any. Restart the server from a good checkpoint"
-            )
+    def _least_loaded(self, avoid: Replica | None) -> Replica:
+        """A server that is well and has the least to do; not the one that has just failed, where
+        there is another."""
+        others = [s for s in self._servers if s is not avoid] or self._servers
+        return min(others, key=lambda s: (s.on_trial, s.resting, s.tokens_in_flight, s.in_flight))
 
-    async def tokenize(self, text: str) -> list[int] | None:
-        """Ids that the first server's tokenizer makes of `text`, without special tokens around
-        it; None where the server does not say. Raises TeacherError when it does not answer."""
-        server = self._servers[0]
-        body = {"model": server.model, "prompt": text, "add_special_tokens": False}
-        try:
-            answer = await self._request(server, "POST", "/tokenize", body)
-            return [int(token) for token in answer["tokens"]]
-        except RequestError as error:
-            if error.cause in ("http 404", "http 405", "http 501"):
-                return None
-            raise TeacherError(self._describe(error)) from error
-        except (LookupError, TypeError, ValueError) as error:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url}/tokenize answered without token ids"
-            ) from error
+    async def _retried(self, call: Callable[[Replica], Awaitable[T]], tokens: int) -> T:
+        """Run `call` on a server; again, elsewhere if possible, when it fails."""
+        self._open()
+        server: Replica | None = None
+        attempt = 0
+        while True:
+            server = self._least_loaded(avoid=server)
+            try:
+                async with server.admitted(tokens):
+                    if server.on_trial:
+                        if not all(other.on_trial for other in self._servers):
+                            continue  # it fell ill while this request waited; no try was spent
+                        await self._stand_trial(server)
+                    begin = time.perf_counter()
+                    result = await call(server)
+                    self.stats.request_done(time.perf_counter() - begin)
+                    server.succeeded(tokens)
+                    return result
+            except RequestError as error:
+                if error.retry and error.cause != DOWN:
+                    server.failed(error.detail)
+                if not error.retry or attempt == self._retries:
+                    raise
+                self.stats.retries += 1
+            delay = min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt)
+            attempt += 1
+            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
+
+    async def _stand_trial(self, server: Replica) -> None:
+        """Wait for the server's rest to end, then let one request ask whether it is well.
+
+        Raises RequestError when it is not.
+        """
+        await asyncio.sleep(server.rest_left_s)
+        async with server.trial:
+            if not server.on_trial:
+                return  # another request found it well
+            if server.resting:
+                raise RequestError(DOWN, server.last_error, retry=True)
+            await require_same_model(self._quick, server)
+            server.passed_trial()
+
+    def _describe(self, error: RequestError) -> str:
+        tries = f", tried {self._retries + 1} times" if error.retry and self._retries else ""
+        return f"teacher {self.name!r}: {error.detail}{tries}"
 
     # ---- scoring ----------------------------------------------------------------------------
 
@@ -363,10 +296,14 @@ class TeacherClient:
                 live.append(item)
             else:
                 results[item.sample_id] = refused
-        size = self._chunk_size(len(live))
-        chunks = [live[i : i + size] for i in range(0, len(live), size)]
-        for part in await asyncio.gather(*(self._score_chunk(chunk, top_k) for chunk in chunks)):
-            results.update(part)
+        for _ in range(self._retries + 1):
+            for part in await asyncio.gather(
+                *(self._score_chunk(chunk, top_k) for chunk in self._chunks(live))
+            ):
+                results.update(part)
+            live = [item for item in live if _answered_wrong(results[item.sample_id])]
+            if not live:
+                break
         for scores in results.values():
             if isinstance(scores, TeacherFailure):
                 self.stats.failures[scores.cause] += 1
@@ -400,100 +337,59 @@ class TeacherClient:
                 f"sample {item.sample_id}: {len(item.prompt_ids)} prompt and "
                 f"{len(item.response_ids)} response ids; expected at least one of each",
             )
-        total = len(item.prompt_ids) + len(item.response_ids)
         # The server wants room for the one token that it has to generate.
-        if self.max_model_len is not None and total + 1 > self.max_model_len:
+        if self.max_model_len is not None and _size(item) + 1 > self.max_model_len:
             return TeacherFailure(
                 "too long",
-                f"sample {item.sample_id}: {total} tokens (+ 1) do not fit teacher "
+                f"sample {item.sample_id}: {_size(item)} tokens (+ 1) do not fit teacher "
                 f"{self.name!r}'s context of {self.max_model_len}",
             )
         return None
 
-    def _chunk_size(self, count: int) -> int:
-        """With our route: large requests, but work for every server. Else one a request."""
-        if not all(s.fast for s in self._servers):
-            return 1
-        return max(1, min(SEQUENCES_PER_REQUEST, math.ceil(count / len(self._servers))))
+    def _chunks(self, items: Sequence[ScoreItem]) -> Iterator[list[ScoreItem]]:
+        """With our route: large requests, but work for every server, and none so large that its
+        answer could not come in time. Else one sample a request."""
+        fast = all(s.fast for s in self._servers)
+        most = min(SEQUENCES_PER_REQUEST, math.ceil(len(items) / len(self._servers))) if fast else 1
+        tokens = min(s.token_budget for s in self._servers) // 2
+        chunk: list[ScoreItem] = []
+        size = 0
+        for item in items:
+            if chunk and (len(chunk) == most or size + _size(item) > tokens):
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(item)
+            size += _size(item)
+        if chunk:
+            yield chunk
 
     async def _score_chunk(self, chunk: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
         try:
-            return await self._retried(lambda server: self._score_at(server, chunk, top_k))
+            return await self._retried(
+                lambda server: score_at(self._ask, server, chunk, top_k), sum(map(_size, chunk))
+            )
         except RequestError as error:
             failure = TeacherFailure(error.cause, self._describe(error))
             return {item.sample_id: failure for item in chunk}
 
-    async def _score_at(
-        self, server: Server, chunk: Sequence[ScoreItem], top_k: int
-    ) -> dict[str, Outcome]:
-        if server.fast:
-            return await self._score_fast(server, chunk, top_k)
-        return {i.sample_id: await self._score_stock(server, i, top_k) for i in chunk}
+    # ---- text and answers -------------------------------------------------------------------
 
-    async def _score_fast(
-        self, server: Server, chunk: Sequence[ScoreItem], top_k: int
-    ) -> dict[str, Outcome]:
-        assert server.model is not None
-        body = wire.encode(
-            wire.ScoreRequest(
-                wire.PROTOCOL,
-                server.model,
-                [
-                    wire.SequenceMsg(
-                        item.sample_id,
-                        wire.ids_to_bytes(item.prompt_ids),
-                        wire.ids_to_bytes(item.response_ids),
-                        b""
-                        if item.candidate_ids is None
-                        else wire.ids_to_bytes(item.candidate_ids),
-                    )
-                    for item in chunk
-                ],
-                top_k,
-            )
-        )
-        content = await self._request(
-            server, "POST", wire.PATH, body, binary=True, content_type=wire.CONTENT_TYPE
-        )
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Ids that the first server's tokenizer makes of `text`, without special tokens around
+        it; None where the server does not say. Raises TeacherError when it does not answer."""
+        server = self._servers[0]
+        body = {"model": server.model, "prompt": text, "add_special_tokens": False}
         try:
-            reply = wire.decode_reply(content)
-        except wire.WireError as error:
-            raise RequestError(
-                "bad answer", f"{server.url}{wire.PATH} answered other than scores: {error}", True
+            answer = await self._ask(server, "POST", "/tokenize", body)
+            return [int(token) for token in answer["tokens"]]
+        except RequestError as error:
+            if error.cause in ("http 404", "http 405", "http 501"):
+                return None
+            raise TeacherError(self._describe(error)) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise TeacherError(
+                f"teacher {self.name!r}: {server.url}/tokenize answered without token ids"
             ) from error
-        if reply.protocol != wire.PROTOCOL or reply.model != server.model:
-            raise RequestError(
-                "stranger",
-                f"{server.url} answered as {reply.model!r} by protocol {reply.protocol}; expected "
-                f"{server.model!r} and {wire.PROTOCOL}",
-                True,
-            )
-        results = {result.id: result for result in reply.results}
-        if len(results) != len(reply.results) or results.keys() != {i.sample_id for i in chunk}:
-            raise RequestError(
-                "bad answer",
-                f"{server.url} returned {len(reply.results)} results for {len(results)} ids; "
-                f"expected one for each of the {len(chunk)} sequences sent",
-                True,
-            )
-        return {i.sample_id: score_of_result(i, results[i.sample_id], top_k) for i in chunk}
-
-    async def _score_stock(self, server: Server, item: ScoreItem, top_k: int) -> Outcome:
-        body = {
-            "model": server.model,
-            "prompt": [*item.prompt_ids, *item.response_ids],
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": top_k,
-        }
-        answer = await self._request(server, "POST", "/v1/completions", body)
-        try:
-            positions = answer["choices"][0]["prompt_logprobs"]
-        except (TypeError, LookupError):
-            positions = None
-        return score_of_positions(item, positions, top_k)
-
-    # ---- generation -------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -512,50 +408,27 @@ class TeacherClient:
         if any(s.model is None for s in self._servers):
             raise TeacherError(f"teacher {self.name!r}: call probe() before generating")
         size = min(PROMPTS_PER_REQUEST, max(1, math.ceil(len(prompts) / len(self._servers))))
-        chunks = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        body = {
-            "max_tokens": max_tokens, "temperature": temperature,
-            # Said aloud, because servers may take other defaults from the model's folder.
-            "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
-            "return_token_ids": True, "detokenize": False,
+        how: dict[str, Any] = {
+            "teacher": self.name, "max_tokens": max_tokens, "temperature": temperature, "seed": seed
         }  # fmt: skip
-        if seed is not None:
-            body["seed"] = seed
 
         async def one(chunk: Sequence[Sequence[int]]) -> list[Generation]:
-            request = body | {"prompt": [list(prompt) for prompt in chunk]}
-            answer = await self._retried(
-                lambda server: self._request(
-                    server, "POST", "/v1/completions", request | {"model": server.model}
-                )
+            return await self._retried(
+                lambda server: generate_at(self._ask, server, chunk, **how), 0
             )
-            return self._generations(answer, chunk)
 
         try:
-            parts = await asyncio.gather(*(one(chunk) for chunk in chunks))
+            parts = await asyncio.gather(
+                *(one(prompts[i : i + size]) for i in range(0, len(prompts), size))
+            )
         except RequestError as error:
             raise TeacherError(self._describe(error)) from error
         return [generation for part in parts for generation in part]
 
-    def _generations(self, answer: Any, chunk: Sequence[Sequence[int]]) -> list[Generation]:
-        by_index: dict[int, Generation] = {}
-        try:
-            for choice in answer["choices"]:
-                if list(choice["prompt_token_ids"]) != list(chunk[choice["index"]]):
-                    raise TeacherError(
-                        f"teacher {self.name!r}: a prompt's ids came back changed; the server "
-                        "must take token ids as they are"
-                    )
-                by_index[choice["index"]] = Generation(
-                    tuple(choice["token_ids"]), choice["finish_reason"]
-                )
-        except (LookupError, TypeError) as error:
-            raise TeacherError(
-                f"teacher {self.name!r}: /v1/completions returned no token ids; expected a vLLM "
-                "server that knows `return_token_ids`"
-            ) from error
-        if sorted(by_index) != list(range(len(chunk))):
-            raise TeacherError(
-                f"teacher {self.name!r}: {len(by_index)} answers for {len(chunk)} prompts"
-            )
-        return [by_index[i] for i in range(len(chunk))]
+
+def _answered_wrong(outcome: Outcome) -> bool:
+    return isinstance(outcome, TeacherFailure) and outcome.cause in ANSWERED_WRONG
+
+
+def _size(item: ScoreItem) -> int:
+    return len(item.prompt_ids) + len(item.response_ids)

@@ -7,13 +7,15 @@ path as arrays: `_ArrayLogprobs` keeps vLLM from making Python objects of each p
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import vllm.v1.engine.output_processor as output_processor
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, HTTPException, Request, Response
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
@@ -181,14 +183,27 @@ class Scorer:
         return 200, wire.encode(wire.ScoreReply(wire.PROTOCOL, self.model, results))
 
 
-def add_score_route(app: FastAPI, scorer: Scorer) -> None:
-    """Add both methods of the route to vLLM's application."""
+def add_score_route(app: FastAPI, scorer: Scorer, api_keys: Sequence[str] = ()) -> None:
+    """Add both methods of the route to vLLM's application.
+
+    With `api_keys`, each request must carry one as its bearer token (vLLM guards /v1 alone).
+    """
+    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+
+    def require_key(request: Request) -> None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(token.encode()).digest()
+        known = [hmac.compare_digest(digest, known) for known in digests]
+        if digests and not (scheme.lower() == "bearer" and any(known)):
+            raise HTTPException(401, "Unauthorized")
 
     @app.get(wire.PATH)
-    async def describe() -> dict[str, Any]:
+    async def describe(request: Request) -> dict[str, Any]:
+        require_key(request)
         return scorer.describe()
 
     @app.post(wire.PATH)
     async def post(request: Request) -> Response:
+        require_key(request)
         status, content = await scorer.answer(await request.body())
         return Response(content, status, media_type=wire.CONTENT_TYPE if status == 200 else None)

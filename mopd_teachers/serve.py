@@ -132,7 +132,8 @@ async def _run(args: Any, sock: socket.socket | None) -> None:
             await init_app_state(engine, app.state, args, tasks)
             await require_scoring_workers(engine)
             served = args.served_model_name
-            add_score_route(app, Scorer(engine, served[0] if served else args.model))
+            keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
+            add_score_route(app, Scorer(engine, served[0] if served else args.model), keys)
             shutdown = await serve_http(
                 app,
                 sock=sock,

@@ -51,6 +51,9 @@ class ServerSpec:
     port: int = 0
     """0 takes any free port."""
     revision: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    """Bearer token that every request must carry; handed over in the environment, never in the
+    command line or a log."""
 
     def __post_init__(self) -> None:
         clash = sorted(k for k in self.engine_args if k.replace("-", "_") in _RESERVED)
@@ -98,7 +101,7 @@ def _argument(key: str, value: Any) -> list[str]:
     return [flag, str(value)]
 
 
-def served_model(url: str, timeout_s: float = 2.0) -> dict[str, Any]:
+def served_model(url: str, timeout_s: float = 2.0, api_key: str | None = None) -> dict[str, Any]:
     """The first entry of `url`/v1/models (its ``id`` is the served name).
 
     Raises OSError when nobody answers, TeacherError when the answer is not a model list.
@@ -107,7 +110,9 @@ def served_model(url: str, timeout_s: float = 2.0) -> dict[str, Any]:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     body = b""
     try:
-        with opener.open(f"{url}/v1/models", timeout=timeout_s) as reply:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+        with opener.open(request, timeout=timeout_s) as reply:
             body = reply.read()
         card = json.loads(body)["data"][0]
         if not isinstance(card["id"], str):
@@ -192,6 +197,9 @@ class ServerProcess:
         env["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [env.get("PYTHONPATH")])])
         for key, value in MALLOC_ENV.items():
             env.setdefault(key, value)
+        env.pop("VLLM_API_KEY", None)
+        if self.spec.api_key is not None:
+            env["VLLM_API_KEY"] = self.spec.api_key
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
@@ -224,7 +232,7 @@ class ServerProcess:
                     f"with exit code {code} before it was ready.\n{self.log_tail()}"
                 )
             try:
-                card = served_model(self.url)
+                card = served_model(self.url, api_key=self.spec.api_key)
                 break
             except OSError:
                 pass  # not listening yet

@@ -1,71 +1,31 @@
 """The run's teachers: servers under Ray supervision, and each domain's way to its own.
 
-A managed teacher's servers are started by a Ray actor each, which owns the process, restarts it
-when it died, and takes it along when the run ends. A teacher given by URLs is only asked.
+A managed teacher's servers are started by a Ray actor each, which owns the process and takes it
+along when the run ends. A teacher given by URLs is only asked. `TeacherKeeper` says what happens
+when one of them fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 
 from mopd.config.schema import Config, TeacherConfig
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
+from mopd.runtime.teacher_actor import ManagedReplica
+from mopd.runtime.teacher_keeper import TeacherKeeper
 from mopd.types import Prompt, Rollout, TeacherScore, TopK, finish_reason
 from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
-from mopd_teachers.server import ServerProcess, ServerSpec
-
-
-@ray.remote
-class TeacherActor:
-    """Owns one server process; runs where Ray placed it, so that the server has its resources."""
-
-    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
-        self._spec, self._log_path = spec, log_path
-        self._server: ServerProcess | None = None
-
-    def start(self, timeout_s: float) -> tuple[str, str]:
-        """Start the server and wait until it answers; (URL, name it serves the model under)."""
-        self._server = ServerProcess(self._spec, self._log_path)
-        self._server.start()
-        self._server.wait_healthy(timeout_s)
-        return self._server.url, self._server.served_name
-
-    def alive(self) -> bool:
-        """Whether the process is there."""
-        return self._server is not None and self._server.alive()
-
-    def stop(self) -> None:
-        """End the server and everything it started; returns when nothing is left."""
-        if self._server is not None:
-            self._server.stop()
-
-
-class _Managed:
-    """One replica: its actor and how to start it again."""
-
-    def __init__(self, name: str, index: int, config: TeacherConfig, spec: ServerSpec, log: Path):
-        self.name, self.config = name, config
-        self.label = name if config.replicas == 1 else f"{name} #{index}"
-        self.actor = TeacherActor.options(  # type: ignore[attr-defined]
-            # Two calls at a time: `stop` must not wait behind a `start` that takes minutes.
-            num_cpus=config.threads,
-            num_gpus=config.gpus,
-            max_concurrency=2,
-        ).remote(spec, log)
-
-    async def start(self) -> Endpoint:
-        url, served_name = await self.actor.start.remote(self.config.start_timeout_s)
-        return Endpoint(url, served_name)
+from mopd_teachers.server import ServerSpec
 
 
 class TeacherFleet:
@@ -99,10 +59,8 @@ class TeacherFleet:
         self._config = config
         self._host, self._log_dir = host, log_dir
         self._needed = needed_tokens
-        self._managed: dict[str, list[_Managed]] = {}
-        self._clients: dict[str, TeacherClient] = {}
-        self._restarting: dict[str, asyncio.Lock] = {}
-        self._restarts: dict[str, int] = {}
+        self._keepers: dict[str, TeacherKeeper] = {}
+        self._starting: list[ManagedReplica] = []
 
     async def start(self, startup: Startup, extra: Collection[str] = ()) -> None:
         """Start every managed server, find every teacher healthy, and the right model.
@@ -134,16 +92,18 @@ class TeacherFleet:
     ) -> None:
         with startup.waiting(f"teacher {name}"):
             try:
+                key = os.environ[config.api_key_env] if config.api_key_env else None
+                managed: list[ManagedReplica] = []
                 if config.endpoints:
-                    endpoints = [Endpoint(url, config.model) for url in config.endpoints]
+                    endpoints = [Endpoint(url, config.model, key) for url in config.endpoints]
                 else:
-                    self._managed[name] = [
-                        _Managed(name, i, config, self._spec(name, config), self._log(name, i))
+                    spec = self._spec(name, config, key)
+                    managed = [
+                        ManagedReplica(config, spec, self._log(name, i))
                         for i in range(config.replicas)
                     ]
-                    endpoints = list(
-                        await asyncio.gather(*(m.start() for m in self._managed[name]))
-                    )
+                    self._starting += managed
+                    endpoints = list(await asyncio.gather(*(m.start() for m in managed)))
                 client = TeacherClient(
                     name,
                     endpoints,
@@ -151,7 +111,7 @@ class TeacherFleet:
                     retries=config.retries,
                     concurrency=config.concurrency,
                 )
-                self._clients[name] = client
+                self._keepers[name] = TeacherKeeper(name, config, client, managed, startup.note)
                 info = await client.probe(
                     top_k=self._top_k if scores_topk else 0,
                     candidates=self._from_student and scores_topk,
@@ -160,7 +120,6 @@ class TeacherFleet:
                     await self._check_tokenizer(name, client, startup)
             except Exception as error:
                 raise _for_user(error) from error
-        self._restarting[name], self._restarts[name] = asyncio.Lock(), 0
         limit = info.max_model_len
         if limit < needed:
             raise ModelError(
@@ -186,7 +145,7 @@ class TeacherFleet:
                     "ids would mean other tokens to it"
                 )
 
-    def _spec(self, name: str, config: TeacherConfig) -> ServerSpec:
+    def _spec(self, name: str, config: TeacherConfig, api_key: str | None) -> ServerSpec:
         assert config.model is not None
         return ServerSpec(
             name=name,
@@ -199,6 +158,7 @@ class TeacherFleet:
             tensor_parallel_size=config.tensor_parallel_size,
             engine_args=dict(config.engine_args),
             host=self._host,
+            api_key=api_key,
         )
 
     def _log(self, name: str, index: int) -> Path:
@@ -208,8 +168,8 @@ class TeacherFleet:
     async def score(
         self, rollouts: Sequence[Rollout], *, teacher: str | None = None
     ) -> Mapping[str, TeacherScore | TeacherFailed]:
-        """Each sample by its own domain's teacher, or by the one that is named; a server that
-        died is restarted once. A named teacher scores the sampled tokens alone."""
+        """Each sample by its own domain's teacher, or by the one that is named, which scores the
+        sampled tokens alone. What happens when one fails: see `TeacherKeeper`."""
         plain = teacher is not None
         by_teacher: dict[str, list[ScoreItem]] = {}
         for rollout in rollouts:
@@ -217,7 +177,7 @@ class TeacherFleet:
             by_teacher.setdefault(name, []).append(self._item(rollout, plain))
         results = await asyncio.gather(
             *(
-                self._score(name, items, 0 if plain else self._top_k)
+                self._keepers[name].score(items, 0 if plain else self._top_k)
                 for name, items in by_teacher.items()
             )
         )
@@ -250,32 +210,11 @@ class TeacherFleet:
             topk = TopK(ids, logprobs)
         return TeacherScore(tuple(outcome.logprobs.tolist()), topk)
 
-    async def _score(
-        self, teacher: str, items: Sequence[ScoreItem], top_k: int
-    ) -> dict[str, Outcome]:
-        client, before = self._clients[teacher], self._restarts[teacher]
-        scores = await client.score_batch(items, top_k=top_k)
-        failed = [i for i in items if isinstance(scores[i.sample_id], TeacherFailure)]
-        if failed and await self._revive(teacher, before):
-            scores |= await client.score_batch(failed, top_k=top_k)
-        return scores
-
-    async def _revive(self, name: str, before: int) -> bool:
-        """Restart the dead servers of a managed teacher; whether any was restarted since there
-        were `before` restarts (by this call, or by another one that failed at the same time)."""
-        async with self._restarting[name]:
-            for index, managed in enumerate(self._managed.get(name, ())):
-                if not await managed.actor.alive.remote():
-                    endpoint = await managed.start()
-                    await self._clients[name].replace_endpoint(index, endpoint)
-                    self._restarts[name] += 1
-            return self._restarts[name] > before
-
     async def answers(
         self, domain: str, requests: Sequence[tuple[str, Prompt]]
     ) -> Sequence[Rollout]:
         """Greedy answers of the domain's teacher to (request id, prompt) pairs."""
-        client = self._clients[self._config.domains[domain].teacher]
+        client = self._keepers[self._config.domains[domain].teacher].client
         try:
             generated = await client.generate(
                 [list(prompt.token_ids) for _, prompt in requests],
@@ -297,19 +236,21 @@ class TeacherFleet:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """``teacher/NAME/...``: latency, tokens, retries, failures so far, restarts."""
-        flat = {f"teacher/{name}/restarts": float(n) for name, n in self._restarts.items()}
-        for name, client in self._clients.items():
-            flat |= {f"teacher/{name}/{key}": value for key, value in client.metrics().items()}
-        return flat
+        """``teacher/NAME/...``: latency, tokens, retries, failures so far, servers up and down,
+        restarts, seconds paused."""
+        return {
+            f"teacher/{name}/{key}": value
+            for name, keeper in self._keepers.items()
+            for key, value in keeper.metrics().items()
+        }
 
     async def close(self) -> None:
         """End every server and connection; returns when none is left."""
         await asyncio.gather(
-            *(client.close() for client in self._clients.values()), return_exceptions=True
+            *(keeper.close() for keeper in self._keepers.values()),
+            *(managed.stop() for managed in self._starting),
+            return_exceptions=True,
         )
-        actors = [managed.actor for group in self._managed.values() for managed in group]
-        await asyncio.gather(*(a.stop.remote() for a in actors), return_exceptions=True)
 
 
 def _for_user(error: BaseException) -> BaseException:

@@ -15,7 +15,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +26,9 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import pytest
+from teacher_proxy import FaultProxy
 
+from mopd_teachers import wire
 from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.router import TeacherRouter
@@ -293,7 +298,7 @@ def test_given_candidates_get_the_logprobs_of_transformers(rig: Rig, which: str)
 
     async def use(client: TeacherClient) -> Any:
         await client.probe(candidates=True)
-        stock = client._request(  # vLLM's own way, in the same engine steps
+        stock = client._ask(  # vLLM's own way, in the same engine steps
             client._servers[0],
             "POST",
             "/v1/completions",
@@ -490,6 +495,86 @@ def test_a_start_that_takes_too_long_is_ended(
         server.wait_healthy(1.0, notes.append)
     assert not server.alive() and _gone([process], 0.0)
     assert len(notes) >= 2 and all("teacher slow: loading" in note for note in notes)
+
+
+FAULTS = (
+    "500", "reset", "stall", "drip", "truncated", "wrong ids", "duplicated", "reordered", "nan",
+    "stranger",
+)  # fmt: skip
+
+
+def test_a_thousand_samples_through_three_teachers_that_fail_in_every_way(rig: Rig) -> None:
+    """Two replicas each, of which every fifth answer is spoiled: nothing is lost, and nothing is
+    scored by another teacher. The reference is the same servers without the proxies."""
+    batches = {
+        name: [replace(i, sample_id=f"{name}:{i.sample_id}") for i in items(334, seed=seed)]
+        for seed, name in enumerate(("dense", "moe", "plain"), 10)
+    }
+    quiet = {"dense": rig.client(rig.a), "moe": rig.client(rig.b), "plain": rig.plain()}
+    upstream = {"dense": rig.a.url, "moe": rig.b.url, "plain": rig.plain_url}
+    other = {"dense": rig.b.url, "moe": rig.a.url, "plain": rig.a.url}
+    names = {"dense": rig.a.served_name, "moe": rig.b.served_name, "plain": None}
+
+    async def use() -> tuple[dict[str, Outcome], set[str], dict[str, float]]:
+        async with AsyncExitStack() as stack:
+            proxies, clients = [], {}
+            for number, name in enumerate(names):
+                pair = [
+                    FaultProxy(upstream[name], FAULTS, 0.0, 2 * number + k, other[name])
+                    for k in range(2)
+                ]
+                for proxy in pair:
+                    await stack.enter_async_context(proxy)
+                proxies += pair
+                endpoints = [Endpoint(proxy.url, names[name]) for proxy in pair]
+                clients[name] = TeacherClient(
+                    name, endpoints, timeout_s=5.0, retries=6, concurrency=8
+                )
+                await stack.enter_async_context(clients[name])
+            router = TeacherRouter(clients)
+            await router.probe()
+            for proxy in proxies:
+                proxy.rate = 0.2
+            # As a run asks: groups of samples as they are finished, all domains together.
+            groups = [
+                router.score(name, batch[i : i + 12])
+                for i in range(0, 334, 12)
+                for name, batch in batches.items()
+            ]
+            parts = await asyncio.gather(*groups)
+            drawn = {fault for proxy in proxies for fault in proxy.drawn}
+            return (
+                {k: v for part in parts for k, v in part.items()},
+                drawn,
+                clients["dense"].metrics(),
+            )
+
+    outcomes, drawn, metrics = asyncio.run(use())
+    assert drawn == set(FAULTS)
+    want = {k: v for name, c in quiet.items() for k, v in scores_of(c, batches[name]).items()}
+    assert worst(lists(outcomes), want) < 1e-4
+    assert metrics["retries"] > 0 and metrics["failures"] == 0
+
+
+def test_a_server_with_a_key_asks_everybody_for_it(rig: Rig, tmp_path: Path) -> None:
+    spec = ServerSpec("locked", str(rig.dense_path), max_model_len=CONTEXT, api_key="s3cret")
+    with ServerProcess(spec, tmp_path / "locked.log") as server:
+        server.start()
+        server.wait_healthy(START_S)
+        opened = TeacherClient("locked", [Endpoint(server.url, server.served_name, "s3cret")])
+        batch = items(5, seed=8)
+        want = {i.sample_id: reference(rig.dense, i) for i in batch}
+        assert worst(scores_of(opened, batch), want) < 1e-4
+        for path in ("/v1/models", wire.PATH):
+            for key in (None, "another"):
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                request = urllib.request.Request(server.url + path, headers=headers)
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    urllib.request.urlopen(request, timeout=10)
+        assert server.pid is not None
+        for process in (psutil.Process(server.pid), *psutil.Process(server.pid).children()):
+            assert "s3cret" not in " ".join(process.cmdline())
+    assert "s3cret" not in server.log_path.read_text()
 
 
 PARENT = """

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
+from mopd.runtime import teacher_keeper
 from mopd.runtime.teacher_fleet import TeacherFleet
+from mopd.runtime.teacher_keeper import TeacherKeeper
 from mopd.types import Prompt, Rollout, TeacherScore, TopK
 from mopd_teachers.client import Endpoint
 from mopd_teachers.scores import Outcome, ScoreItem
@@ -21,26 +23,34 @@ from mopd_teachers.scores import TeacherScore as Score
 
 
 class Server:
-    """Dead until started again; plays the managed server, its actor and the client."""
+    """Dead until started again; plays the managed server and the client of it."""
 
     def __init__(self, up: bool = False, value: float = -1.0) -> None:
         self.up, self.starts, self.value = up, 0, value
-        self.actor = self
-        self.alive = self
+        self.hangs = self.cannot_start = False
+        self.failures_in_a_row, self.last_error = 0, ""
+        self.servers = [self]
         self.names: list[str] = []
         self.asked: list[tuple[ScoreItem, int]] = []
 
-    async def remote(self) -> bool:
-        return self.up
+    async def alive(self) -> bool:
+        return self.up or self.hangs
 
     async def start(self) -> Endpoint:
         self.starts += 1
         await asyncio.sleep(0.01)
-        self.up = True
+        if self.cannot_start:
+            raise OSError("no memory")
+        self.up, self.hangs, self.failures_in_a_row = True, False, 0
         return Endpoint("http://127.0.0.1:1", "t@new")
 
     async def replace_endpoint(self, index: int, endpoint: Endpoint) -> None:
         self.names.append(str(endpoint.model))
+
+    async def revive(self, index: int) -> bool:
+        if self.up:
+            self.failures_in_a_row = 0
+        return self.up
 
     async def score_batch(
         self, items: Sequence[ScoreItem], *, top_k: int = 0
@@ -48,6 +58,7 @@ class Server:
         await asyncio.sleep(0)
         self.asked += [(item, top_k) for item in items]
         if not self.up:
+            self.failures_in_a_row += 1
             return {i.sample_id: Failure("connection", "refused") for i in items}
         return {i.sample_id: self._score(i, top_k) for i in items}
 
@@ -70,10 +81,22 @@ def fleet_of(tmp_path: Path, servers: dict[str, Server], **options: Any) -> Teac
         config, tmp_path, host="127.0.0.1", needed_tokens={}, tokenized=[], **options
     )
     for name, server in servers.items():
-        fleet._managed[name] = [server]  # type: ignore[list-item]
-        fleet._clients[name] = server  # type: ignore[assignment]
-        fleet._restarting[name], fleet._restarts[name] = asyncio.Lock(), 0
+        fleet._keepers[name] = keeper_of(name, server)
     return fleet
+
+
+def keeper_of(name: str, server: Server, managed: bool = True, **config: Any) -> TeacherKeeper:
+    """Its notes are in `.notes`."""
+    notes: list[str] = []
+    keeper = TeacherKeeper(
+        name,
+        TeacherConfig(model="m", **config),
+        server,  # type: ignore[arg-type]
+        [server] if managed else [],  # type: ignore[list-item]
+        notes.append,
+    )
+    keeper.notes = notes  # type: ignore[attr-defined]
+    return keeper
 
 
 def rollout(sample_id: str, domain: str = "d0", topk: TopK | None = None) -> Rollout:
@@ -125,3 +148,56 @@ def test_the_student_s_top_k_is_what_the_teacher_is_asked_about(tmp_path: Path) 
     assert plain == TeacherScore((-1.0, -1.0)) and server.asked[1][0].candidate_ids is None
     with pytest.raises(AssertionError, match="without the student's top-k"):
         asyncio.run(fleet.score([replace(sampled, topk=None)]))
+
+
+ITEMS = [ScoreItem("s", (1,), (2, 3))]
+
+
+def test_a_server_that_hangs_is_restarted(tmp_path: Path) -> None:
+    server = Server()
+    server.hangs = True
+    keeper = keeper_of("t", server)
+    assert isinstance(asyncio.run(keeper.score(ITEMS, 0))["s"], Score)
+    assert server.starts == 1 and keeper.restarts == 1
+    assert "hangs" in keeper.notes[0]  # type: ignore[attr-defined]
+
+
+def test_restarts_are_bounded_then_the_run_pauses_then_samples_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(teacher_keeper, "POLL_S", 0.02)
+    server = Server()
+    server.cannot_start = True
+    keeper = keeper_of("t", server, max_restarts=2, pause_s=0.15)
+
+    async def scenario() -> list[Any]:
+        both = await asyncio.gather(*(keeper.score(ITEMS, 0) for _ in range(2)))
+        return [*both, await keeper.score(ITEMS, 0)]
+
+    for scores in asyncio.run(scenario()):
+        failure = scores["s"]
+        assert isinstance(failure, Failure) and failure.cause == "connection"
+    assert server.starts == keeper.restarts == 2
+    assert 0.15 <= keeper.paused_s < 1.0, "one pause, however many batches wait"
+    text = "\n".join(keeper.notes)  # type: ignore[attr-defined]
+    assert "restart 2 of 2" in text and "the restart failed: no memory" in text
+    assert text.count("none of its servers answers") == 1 and "did not come back" in text
+
+
+def test_a_pause_ends_when_an_external_teacher_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(teacher_keeper, "POLL_S", 0.02)
+    server = Server()
+    keeper = keeper_of("t", server, managed=False, pause_s=30.0)
+
+    async def scenario() -> Any:
+        scoring = asyncio.create_task(keeper.score(ITEMS, 0))
+        await asyncio.sleep(0.1)
+        assert not scoring.done()
+        server.up = True
+        return await asyncio.wait_for(scoring, 5.0)
+
+    assert isinstance(asyncio.run(scenario())["s"], Score)
+    assert server.starts == 0 and 0.0 < keeper.paused_s < 5.0
+    assert keeper.notes[-1] == "teacher t: answers again"  # type: ignore[attr-defined]

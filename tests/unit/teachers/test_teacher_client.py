@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from mopd_teachers import wire
+from mopd_teachers import replica, wire
 from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.router import TeacherRouter
@@ -568,3 +568,143 @@ def test_a_stranger_that_took_the_port_after_the_probe_scores_nothing() -> None:
             return await teacher.score_batch(ITEMS)
 
     assert {f.cause for f in asyncio.run(run()).values()} == {"stranger"}
+
+
+# ---- replicas that are ill ------------------------------------------------------------------
+
+
+def test_a_server_that_fails_again_and_again_gets_no_requests_until_it_is_well() -> None:
+    ill = True
+
+    async def spoil(*_: Any) -> web.Response | None:
+        return web.Response(status=500, text="ill") if ill else None
+
+    async def run() -> None:
+        nonlocal ill
+        bad, good_ = FakeServer("a@1", spoil=spoil), FakeServer("a@2")
+        async with bad, good_, client(bad, good_, retries=3) as teacher:
+            await teacher.probe()
+            bad.armed = True
+            batches = [[ScoreItem(f"{i}", (4, 5), (6, i))] for i in range(12)]
+            scores = await asyncio.gather(*(teacher.score_batch(b) for b in batches))
+            assert all(isinstance(s[str(i)], TeacherScore) for i, s in enumerate(scores))
+            assert teacher.servers[0].state == "down" and teacher.servers[1].state == "up"
+            assert teacher.metrics()["servers_down"] == 1
+            posts = bad.posts
+            await teacher.score_batch(ITEMS)
+            assert bad.posts == posts, "it rests"
+            ill = False
+            assert await teacher.revive(0)
+            assert teacher.servers[0].state == "up"
+            await asyncio.gather(*(teacher.score_batch(b) for b in batches))
+            assert bad.posts > posts + 2  # the probe's two, and work
+
+    asyncio.run(run())
+
+
+def test_the_only_server_is_asked_again_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "REST_S", 0.02)
+    failing = 4
+
+    async def spoil(*_: Any) -> web.Response | None:
+        nonlocal failing
+        failing -= 1
+        return web.Response(status=503, text="loading") if failing >= 0 else None
+
+    server = FakeServer(spoil=spoil)
+    batches = [[ScoreItem(f"{i}", (4, 5), (6, i))] for i in range(4)]
+
+    async def run() -> list[dict[str, Outcome]]:
+        async with server, client(server, retries=2) as teacher:
+            await teacher.probe()
+            server.armed = True
+            return await asyncio.gather(*(teacher.score_batch(b) for b in batches))
+
+    for i, scores in enumerate(asyncio.run(run())):
+        assert isinstance(scores[str(i)], TeacherScore)
+
+
+def test_a_server_that_has_become_another_does_not_pass_its_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica, "REST_S", 0.02)
+
+    async def spoil(*_: Any) -> web.Response:
+        return web.Response(status=500)
+
+    async def run() -> dict[str, Outcome]:
+        server = FakeServer(spoil=spoil)
+        async with server, client(server, retries=1) as teacher:
+            await teacher.probe()
+            server.armed = True
+            await asyncio.gather(
+                *(teacher.score_batch([ScoreItem(f"{i}", (4,), (5,))]) for i in range(3))
+            )
+            server.armed, server.model = False, "other@9"
+            posts = server.posts
+            scores = await teacher.score_batch(ITEMS)
+            assert server.posts == posts and not await teacher.revive(0)
+            return scores
+
+    assert {f.cause for f in asyncio.run(run()).values()} <= {"stranger", "down"}  # type: ignore[union-attr]
+
+
+def test_a_slow_server_is_given_what_it_can_do_in_time() -> None:
+    """4,000 tokens/s at best and a deadline of 1 s: all at once would take 3 s."""
+    busy = asyncio.Lock()
+
+    async def spoil(request: web.Request, _: Any) -> web.Response | None:
+        body = wire.decode_request(await request.read())
+        tokens = sum(len(s.prompt_ids) + len(s.response_ids) for s in body.sequences) / 4
+        async with busy:
+            await asyncio.sleep(tokens / 4000)
+        return None
+
+    server = FakeServer(spoil=spoil, score=lambda _, token: -1.0 - token / 64)
+    items = [ScoreItem(str(i), (1,) * 20, (2,) * 40) for i in range(200)]
+
+    async def run() -> tuple[dict[str, Outcome], dict[str, float]]:
+        async with server, client(server, timeout_s=1.0, retries=0) as teacher:
+            await teacher.probe()
+            server.armed = True
+            await teacher.score_batch(items[:40])  # from which it learns the speed
+            return await teacher.score_batch(items), teacher.metrics()
+
+    scores, metrics = asyncio.run(run())
+    assert all(isinstance(s, TeacherScore) for s in scores.values())
+    assert 500 < metrics["tokens_per_s"] < 4200
+
+
+def test_samples_that_came_back_wrong_are_asked_for_again() -> None:
+    first = True
+
+    def alter(results: Any) -> Any:
+        nonlocal first
+        spoiled = _first(logprobs=[-1.0, math.nan])(results) if first else results
+        first = False
+        return spoiled
+
+    scores, metrics = asyncio.run(probed_scores(FakeServer(alter=alter), ITEMS))
+    assert scores == {item.sample_id: expected(item) for item in ITEMS}
+    assert metrics["failures"] == 0
+
+
+def test_a_key_is_sent_and_never_shown() -> None:
+    seen: list[str | None] = []
+
+    async def spoil(request: web.Request, _: Any) -> web.Response | None:
+        seen.append(request.headers.get("Authorization"))
+        return web.Response(status=401, text="Unauthorized")
+
+    async def run(server: FakeServer) -> tuple[Endpoint, dict[str, Outcome]]:
+        async with server:
+            endpoint = Endpoint(server.url, server.model, "s3cret")
+            async with TeacherClient("spell", [endpoint], retries=1) as teacher:
+                await teacher.probe()
+                server.armed = True
+                return endpoint, await teacher.score_batch(ITEMS)
+
+    endpoint, scores = asyncio.run(run(FakeServer(spoil=spoil)))
+    assert seen == ["Bearer s3cret"], "once: a refused key is not tried again"
+    assert {f.cause for f in scores.values()} == {"http 401"}  # type: ignore[union-attr]
+    assert "s3cret" not in repr((endpoint, scores))

@@ -1,0 +1,82 @@
+"""The Ray actor that owns one teacher's server process, and how to get a new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from mopd.config.schema import TeacherConfig
+from mopd_teachers.client import Endpoint
+from mopd_teachers.server import ServerProcess, ServerSpec
+
+
+@ray.remote
+class TeacherActor:
+    """Owns one server process; runs where Ray placed it, so that the server has its resources."""
+
+    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+        self._spec, self._log_path = spec, log_path
+        self._server: ServerProcess | None = None
+
+    def start(self, timeout_s: float) -> tuple[str, str]:
+        """Start the server, ending the one before, and wait until it answers; (URL, name it
+        serves the model under)."""
+        self.stop()
+        self._server = ServerProcess(self._spec, self._log_path)
+        self._server.start()
+        self._server.wait_healthy(timeout_s)
+        return self._server.url, self._server.served_name
+
+    def pid(self) -> int | None:
+        """The server's process."""
+        return None if self._server is None else self._server.pid
+
+    def alive(self) -> bool:
+        """Whether the process is there."""
+        return self._server is not None and self._server.alive()
+
+    def stop(self) -> None:
+        """End the server and everything it started; returns when nothing is left."""
+        if self._server is not None:
+            self._server.stop()
+
+
+class ManagedReplica:
+    """One server that this run started: its actor and how to start it again."""
+
+    def __init__(self, config: TeacherConfig, spec: ServerSpec, log: Path):
+        self._config, self._spec, self._log = config, spec, log
+        self._actor = self._new_actor()
+
+    def _new_actor(self) -> Any:
+        return TeacherActor.options(  # type: ignore[attr-defined]
+            # Two calls at a time: `stop` must not wait behind a `start` that takes minutes.
+            num_cpus=self._config.threads,
+            num_gpus=self._config.gpus,
+            max_concurrency=2,
+        ).remote(self._spec, self._log)
+
+    async def start(self) -> Endpoint:
+        """Start the server, or start it anew; where it is then. TeacherError when it fails."""
+        url, served_name = await self._actor.start.remote(self._config.start_timeout_s)
+        return Endpoint(url, served_name, self._spec.api_key)
+
+    async def alive(self) -> bool:
+        """Whether the process is there; a lost actor (its machine went) is replaced by a new one,
+        which has none."""
+        try:
+            return bool(await self._actor.alive.remote())
+        except RayError:
+            self._actor = self._new_actor()
+            return False
+
+    async def pid(self) -> int | None:
+        """The server's process, on its machine."""
+        return await self._actor.pid.remote()  # type: ignore[no-any-return]
+
+    async def stop(self) -> None:
+        """End the server; returns when nothing of it is left."""
+        await self._actor.stop.remote()

@@ -1,0 +1,140 @@
+"""One teacher kept answering: what happens, in order, when a sample gets no score.
+
+the client:   try again, on another replica where there is one; a replica that fails again and
+              again is left alone for a while
+the keeper:   restart servers of ours that died or hang, within `max_restarts`
+              when no server is left that answers: pause, with a message, up to `pause_s`
+then:         the samples have no score; the loop masks them, counts them by cause, and stops
+              the run when a step loses more than its budget
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from mopd.config.schema import TeacherConfig
+from mopd.runtime.teacher_actor import ManagedReplica
+from mopd_teachers.client import TeacherClient, is_servers_fault
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
+
+POLL_S = 2.0
+REMIND_S = 30.0
+
+
+class TeacherKeeper:
+    """A teacher's client, and its servers as far as they are ours."""
+
+    def __init__(
+        self,
+        name: str,
+        config: TeacherConfig,
+        client: TeacherClient,
+        managed: Sequence[ManagedReplica],
+        note: Callable[[str], None],
+    ) -> None:
+        """`managed` are the servers of ours, in the order of the client's; none if external.
+        `note` is told, in words, what the user should know."""
+        self.name, self.config, self.client = name, config, client
+        self.managed = list(managed)
+        self._note = note
+        self._mending: asyncio.Lock | None = None
+        self._mended = 0  # how often something that had failed was put right
+        self._given_up = False
+        self.restarts, self.paused_s = 0, 0.0
+
+    async def score(self, items: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
+        """Each sample's score or why it has none; after the policy of the module text."""
+        before = self._mended
+        scores = await self.client.score_batch(items, top_k=top_k)
+        lost = [item for item in items if _lost(scores[item.sample_id])]
+        if lost and await self._mend(before):
+            scores |= await self.client.score_batch(lost, top_k=top_k)
+            lost = [item for item in lost if _lost(scores[item.sample_id])]
+        if not lost:
+            self._given_up = False
+        return scores
+
+    def metrics(self) -> dict[str, float]:
+        """The client's, and: restarts, paused_s."""
+        own = {"restarts": float(self.restarts), "paused_s": self.paused_s}
+        return self.client.metrics() | own
+
+    async def close(self) -> None:
+        """End the servers of ours and the connections; returns when none is left."""
+        await asyncio.gather(
+            self.client.close(), *(m.stop() for m in self.managed), return_exceptions=True
+        )
+
+    async def _mend(self, before: int) -> bool:
+        """Whether it is worth asking again: something was put right since `before` was read, by
+        this call or by another one that failed at the same time."""
+        self._mending = self._mending or asyncio.Lock()
+        async with self._mending:
+            if self._mended > before:
+                return True
+            mended = await self._put_right()
+            if not mended and all(server.failures_in_a_row for server in self.client.servers):
+                mended = await self._pause()
+            self._mended += mended
+            return mended
+
+    async def _put_right(self) -> bool:
+        """Ask every server that failed whether it is well now, and restart ours if not."""
+        done = False
+        for index, server in enumerate(self.client.servers):
+            ours = self.managed[index] if index < len(self.managed) else None
+            dead = ours is not None and not await ours.alive()
+            if not dead and not server.failures_in_a_row:
+                continue
+            if not dead and await self.client.revive(index):
+                done = True
+            elif ours is not None:
+                done |= await self._restart(index, ours, "has died" if dead else "hangs")
+        return done
+
+    async def _restart(self, index: int, replica: ManagedReplica, why: str) -> bool:
+        if self.restarts >= self.config.max_restarts:
+            return False
+        self.restarts += 1
+        which = f"teacher {self.name}" + (f" (server {index})" if len(self.managed) > 1 else "")
+        self._note(
+            f"{which}: its server {why}; restart {self.restarts} of {self.config.max_restarts}"
+        )
+        try:
+            await self.client.replace_endpoint(index, await replica.start())
+        except Exception as error:  # whatever it is, the run has other means: pause, mask, stop
+            self._note(f"{which}: the restart failed: {error}")
+            return False
+        return True
+
+    async def _pause(self) -> bool:
+        """Wait for any server to come back; whether one did. Once in vain, not again until the
+        teacher has answered."""
+        if self._given_up or not self.config.pause_s:
+            return False
+        begin = time.monotonic()
+        reminded = begin - REMIND_S
+        while (waited := time.monotonic() - begin) < self.config.pause_s:
+            if time.monotonic() - reminded >= REMIND_S:
+                reminded = time.monotonic()
+                last = next((s.last_error for s in self.client.servers if s.last_error), "")
+                self._note(
+                    f"teacher {self.name}: none of its servers answers, the run waits "
+                    f"({waited:.0f} of {self.config.pause_s:g} s); bring one back under the same "
+                    f"address, or end the run: {last}"
+                )
+            await asyncio.sleep(min(POLL_S, self.config.pause_s - waited))
+            if await self._put_right():
+                self.paused_s += time.monotonic() - begin
+                self._note(f"teacher {self.name}: answers again")
+                return True
+        self.paused_s += time.monotonic() - begin
+        self._given_up = True
+        self._note(f"teacher {self.name}: did not come back; its samples are masked and counted")
+        return False
+
+
+def _lost(outcome: Outcome) -> bool:
+    return isinstance(outcome, TeacherFailure) and is_servers_fault(outcome.cause)

@@ -1,0 +1,168 @@
+"""One server of a teacher in use: what it can do, how much it has to do, and whether it is well.
+
+A server that failed several times in a row *rests* (its circuit is open): requests go to the
+others. After the rest one cheap question (is it still the same model?) decides whether it takes
+requests again; each further failure doubles the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from mopd_teachers.errors import TeacherError
+
+FAILURES_TO_REST = 3
+REST_S = 1.0
+REST_MAX_S = 30.0
+FIRST_TOKENS = 16_384
+"""In flight at a server whose speed is not known yet."""
+_SHARE_OF_DEADLINE = 0.25
+_RATE_WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where one server is, and the name it must serve (None: whatever it serves, found out once).
+
+    Replicas that were started here have a name each (`ServerProcess.served_name`).
+    """
+
+    url: str
+    model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token; never shown."""
+
+
+class Replica:
+    """One endpoint in use."""
+
+    def __init__(self, teacher: str, endpoint: Endpoint, timeout_s: float, concurrency: int):
+        if not endpoint.url.startswith(("http://", "https://")):
+            raise TeacherError(
+                f"teacher {teacher!r}: endpoint {endpoint.url!r} is not a URL; write "
+                "http://HOST:PORT"
+            )
+        self.url = endpoint.url.rstrip("/").removesuffix("/v1")
+        self.model = endpoint.model
+        self.headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
+        self.fast: bool | None = None
+        """Has our route; None: not asked yet."""
+        self.capabilities: frozenset[str] = frozenset()
+        self.max_model_len: int | None = None
+        self._timeout_s, self._concurrency = timeout_s, concurrency
+        # How well it is.
+        self.failures_in_a_row = 0
+        self.last_error = ""
+        self._rest_until, self._rests = 0.0, 0
+        # How fast it is: tokens done and seconds busy, of about the last minute.
+        self._done_tokens, self._busy_s, self._counted_to = 0.0, 0.0, 0.0
+        self.enter_loop()
+
+    def enter_loop(self) -> None:
+        """Nothing is in flight: a new event loop begins, to which the locks belong."""
+        self.in_flight = 0
+        self.tokens_in_flight = 0
+        self.trial = asyncio.Lock()
+        self._changed = asyncio.Condition()
+
+    # ---- load -------------------------------------------------------------------------------
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Its speed, requests in flight together; None before anything was done."""
+        return self._done_tokens / self._busy_s if self._busy_s > 0 else None
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that it may have in flight so that each request can meet its deadline."""
+        rate = self.tokens_per_s
+        if rate is None:
+            return FIRST_TOKENS
+        return max(1, int(rate * self._timeout_s * _SHARE_OF_DEADLINE))
+
+    @asynccontextmanager
+    async def admitted(self, tokens: int) -> AsyncIterator[None]:
+        """Wait until a request of this size may start; it counts as in flight inside. One that is
+        larger than the budget goes alone."""
+
+        def room() -> bool:
+            if self.in_flight >= self._concurrency:
+                return False
+            return not self.in_flight or self.tokens_in_flight + tokens <= self.token_budget
+
+        async with self._changed:
+            await self._changed.wait_for(room)
+            self._count_time()
+            self.in_flight += 1
+            self.tokens_in_flight += tokens
+        try:
+            yield
+        finally:
+            self._count_time()
+            self.in_flight -= 1
+            self.tokens_in_flight -= tokens
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _count_time(self) -> None:
+        """Count what has passed since the last change, if there was anything to score in it."""
+        now = time.monotonic()
+        if self.tokens_in_flight:
+            self._busy_s += now - self._counted_to
+        self._counted_to = now
+        if self._busy_s > _RATE_WINDOW_S:
+            self._busy_s, self._done_tokens = self._busy_s / 2, self._done_tokens / 2
+
+    # ---- health -----------------------------------------------------------------------------
+
+    @property
+    def resting(self) -> bool:
+        return time.monotonic() < self._rest_until
+
+    @property
+    def rest_left_s(self) -> float:
+        return max(0.0, self._rest_until - time.monotonic())
+
+    @property
+    def on_trial(self) -> bool:
+        """It failed so often that it must prove itself before it takes another request."""
+        return self.failures_in_a_row >= FAILURES_TO_REST
+
+    @property
+    def state(self) -> str:
+        """``up``, ``failing`` (its last request failed) or ``down`` (rests, or is on trial)."""
+        if self.on_trial:
+            return "down"
+        return "failing" if self.failures_in_a_row else "up"
+
+    def failed(self, error: str) -> None:
+        """One more request failed for a reason that is the server's."""
+        self.failures_in_a_row += 1
+        self.last_error = error
+        if self.on_trial and not self.resting:
+            self._rest_until = time.monotonic() + min(REST_MAX_S, REST_S * 2.0**self._rests)
+            self._rests = min(self._rests + 1, 10)
+
+    def succeeded(self, tokens: int) -> None:
+        """A request of this many tokens was answered."""
+        self._done_tokens += tokens
+        self.recovered()
+
+    def passed_trial(self) -> None:
+        """It may take requests again; one more failure puts it to rest, longer than before."""
+        self._forget_speed()
+        self.failures_in_a_row, self._rest_until = FAILURES_TO_REST - 1, 0.0
+
+    def recovered(self) -> None:
+        """It has proven that it does its work."""
+        if self.on_trial:
+            self._forget_speed()
+        self.failures_in_a_row, self._rest_until, self._rests, self.last_error = 0, 0.0, 0, ""
+
+    def _forget_speed(self) -> None:
+        """The time that it was down says nothing of how fast it is."""
+        self._done_tokens, self._busy_s = 0.0, 0.0
