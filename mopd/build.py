@@ -112,6 +112,13 @@ class Prepared:
             longest[teacher] = max(needed, longest.get(teacher, 0))
         return longest
 
+    def teachers_in_ranks(self) -> dict[str, Path]:
+        """Domain -> the checkpoint that the student's ranks load (`signal: full`), else empty."""
+        if self.config.objective.teacher.signal != "full":
+            return {}
+        folders = teacher_folders(self.config)
+        return {name: folders[d.teacher] for name, d in self.config.domains.items()}
+
     def refuse(self, rollout: Rollout) -> str | None:
         """Why a rollout cannot be trained on, or None. Such a sample is dropped and counted."""
         if not rollout.response_ids or rollout.finish_reason == "abort":

@@ -204,6 +204,7 @@ class System:
                 seed=config.seed,
                 epochs=config.train.epochs,
                 minibatches=config.train.minibatches,
+                teacher_folders=prepared.teachers_in_ranks(),
             ),
         )
         return cls(prepared, progress, run_dir, student, engines, teachers, judge)

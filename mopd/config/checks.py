@@ -214,6 +214,7 @@ NAMES: dict[type, dict[str, tuple[str, ...]]] = {
     StudentConfig: {
         "dtype": ("float32", "bfloat16"),
         "kernel": ("auto", "triton", "torch"),
+        "loss_head": ("logits", "fused"),
         "recompute": ("none", "attention", "layers"),
     },
     TeacherConfig: {"dtype": ("float32", "bfloat16", "float16", "auto")},

@@ -108,6 +108,11 @@ def _teacher(config: Config) -> Iterator[str]:
         )
     if teacher.clip != 5.0:
         yield f"{key}.clip bounds the sampled advantage; signal: {teacher.signal} has none"
+    if teacher.signal == "topk" and config.student.loss_head == "fused":
+        yield (
+            f"{key}.signal is topk and student.loss_head fused: the top-k kernel reads whole "
+            "logits; take student.loss_head: logits"
+        )
     if teacher.signal == "topk" and teacher.top_k is None:
         yield f"{key}.signal is topk: set {key}.top_k, how many ids a position"
     if teacher.signal == "full":
@@ -176,6 +181,11 @@ def _loss(config: Config) -> Iterator[str]:
         yield (
             f"objective.loss.name is {objective.loss.name}: set objective.teacher.top_k, how many "
             "ids a position"
+        )
+    if POLICY_LOSS_SPECS[objective.loss.name].needs_topk and config.student.loss_head == "fused":
+        yield (
+            f"objective.loss.name is {objective.loss.name} and student.loss_head fused: the top-k "
+            "kernel reads whole logits; take student.loss_head: logits"
         )
 
 

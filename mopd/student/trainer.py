@@ -28,6 +28,7 @@ from mopd.student import (
     cpu_platform,
     microbatches,
     model,
+    output_head,
     parallel,
     planning,
 )
@@ -37,6 +38,8 @@ from mopd.student.loss_head import LossHead, Update
 from mopd.student.microbatches import Microbatch
 from mopd.student.optimizer import Optimizer
 from mopd.student.schedule import learning_rate
+from mopd.student.teacher_models import TeacherModels
+from mopd.student.token_scores import TokenScorer, VocabularyShard
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
 from mopd.types import TrainSample
 
@@ -60,6 +63,7 @@ class StudentRank:
         seed: int = 0,
         epochs: int = 1,
         minibatches: int = 1,
+        teacher_folders: Mapping[str, Path] | None = None,
     ) -> None:
         """Join the other ranks and load `config.model`.
 
@@ -68,6 +72,7 @@ class StudentRank:
             softmax (nor do the rows added so that tp divides the vocabulary).
         total_steps: where the learning-rate schedule ends.
         epochs, minibatches: `step` makes epochs * minibatches optimizer updates.
+        teacher_folders: domain -> its teacher's checkpoint, for the signal `full`.
         Raises ConfigError for an impossible layout, ModelError for a checkpoint that does not fit;
         both before any weight is loaded.
         """
@@ -77,6 +82,7 @@ class StudentRank:
         self.domains = list(domains)
         self.total_steps, self.temperature, self.pad_id = total_steps, temperature, pad_id
         self.epochs, self.minibatches = epochs, minibatches
+        self._teacher_folders = dict(teacher_folders or {})
         self.family, source = _open_checkpoint(config)
         if not 1 <= valid_vocab <= self.family.vocabulary:
             raise ModelError(
@@ -127,19 +133,49 @@ class StudentRank:
             self._ddp, self.config.optimizer, model.DTYPES[self.config.dtype]
         )
         self._last_stage = ps.is_pipeline_last_stage()
-        self._head = LossHead(
-            self.objective,
-            self.domains,
-            kernel=self.config.kernel,
-            temperature=self.temperature,
-            valid_vocab=self.valid_vocab,
-            vocab_start=ps.get_tensor_model_parallel_rank() * self._rows_per_rank,
-            group=ps.get_tensor_model_parallel_group(),
-            device=self.device,
+        self._head = self._loss_head(
+            VocabularyShard(
+                ps.get_tensor_model_parallel_rank() * self._rows_per_rank,
+                ps.get_tensor_model_parallel_group(),
+                self.config.kernel,
+            )
         )
         self._dp, self._dp_rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
         # One rank of each data-parallel share speaks for it when results are added up.
         self._speaks = self._last_stage and ps.get_tensor_model_parallel_rank() == 0
+
+    def _loss_head(self, shard: VocabularyShard) -> LossHead:
+        """Call after the DDP wrap: the last layer's weight is then where gradients are summed."""
+        config, fused = self.config, self.config.loss_head == "fused"
+        dtype = model.DTYPES[config.dtype]
+        if self._last_stage and fused:
+            output_head.emit_hidden_states(self.model)
+        elif self._last_stage and config.fp32_head:
+            output_head.emit_float32_logits(self.model)
+        teachers = None
+        if self._last_stage and self.objective.teacher.signal == "full":
+            teachers = TeacherModels(
+                self._teacher_folders,
+                dtype=dtype,
+                device=self.device,
+                vocab_start=shard.start,
+                rows=self._rows_per_rank,
+            )
+        scorer = TokenScorer(
+            shard,
+            head_weight=output_head.head_weight(self.model) if fused else None,
+            head_dtype=torch.float32 if config.fp32_head else None,
+            keep_output=self.objective.teacher.signal != "sampled",
+        )
+        return LossHead(
+            self.objective,
+            self.domains,
+            scorer,
+            temperature=self.temperature,
+            valid_vocab=self.valid_vocab,
+            device=self.device,
+            teachers=teachers,
+        )
 
     # -- training -----------------------------------------------------------------------------
 
@@ -281,7 +317,9 @@ class StudentRank:
         values = torch.zeros(offsets[-1], dtype=torch.float32, device=self.device)
 
         def read(batch: Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs_N, _ = self._head.logprobs(batch.rows, logits_BSV, temperature, vocabulary)
+            logprobs_N, _ = self._head.scorer.logprobs(
+                batch.rows, logits_BSV, temperature, vocabulary
+            )
             return logits_BSV.new_zeros(()), {"logprobs": logprobs_N}
 
         with torch.no_grad():

@@ -58,6 +58,7 @@ def student_options(
     parallel: dict[str, int] | None = None,
     temperature: float = 1.0,
     total_steps: int = 10,
+    rest: dict[str, Any] | None = None,
     **config: Any,
 ) -> tuple[Any, Any, dict[str, Any]]:
     """(StudentConfig, ObjectiveConfig, other arguments of StudentRank) with test defaults."""
@@ -71,14 +72,14 @@ def student_options(
         parallel=ParallelConfig(**(parallel or {})),
         **({"micro_batch_size": 4} | config),
     )
-    rest = dict(
+    arguments = (rest or {}) | dict(
         domains=["a", "b"],
         total_steps=total_steps,
         temperature=temperature,
         valid_vocab=VALID,
         pad_id=PAD,
     )
-    return student, objective_of({"truncation": {"kind": "raw"}} | (objective or {})), rest
+    return student, objective_of({"truncation": {"kind": "raw"}} | (objective or {})), arguments
 
 
 def objective_of(groups: dict[str, Any]) -> Any:
@@ -87,15 +88,9 @@ def objective_of(groups: dict[str, Any]) -> Any:
 
     objective = ObjectiveConfig()
     for name, value in groups.items():
-        part, values = (
-            (getattr(objective, name), value)
-            if isinstance(value, dict)
-            else (
-                objective,
-                {name: value},
-            )
-        )
-        for key, each in values.items():
+        nested = isinstance(value, dict)
+        part = getattr(objective, name) if nested else objective
+        for key, each in (value if nested else {name: value}).items():
             assert hasattr(part, key), (name, key)
             setattr(part, key, each)
     return objective
