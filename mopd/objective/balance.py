@@ -39,7 +39,7 @@ def domain_weights(
     """domain -> w_d for the domains of `shares`; those without a unit are left out.
 
     token_share  w_d = g_d / s_d: the target share over the domain's share of the units. Targets
-                 are renormalised over the domains there; none given: equal.
+                 are relative, so that an absent domain changes nothing; none given: equal.
     gap          w_d = clamp((m_d / m_ref)^a, low, high), m_ref the mean over the units, so that a
                  domain that lags gets more; with targets, times token_share's weight. Under a
                  token mean the gap alone does not know of lengths: a starved domain is fed once it
@@ -73,17 +73,16 @@ def domain_weights(
 
 
 def _targets(config: BalanceConfig, present: list[str]) -> dict[str, float]:
+    """g_d up to a common factor, which the last rescaling takes out."""
     if not config.targets:
-        return dict.fromkeys(present, 1 / len(present))
-    wanted = {name: config.targets.get(name) for name in present}
-    missing = sorted(name for name, target in wanted.items() if target is None or not target > 0)
+        return dict.fromkeys(present, 1.0)
+    missing = sorted(name for name in present if not config.targets.get(name, 0.0) > 0)
     if missing:
         raise ConfigError(
             f"objective.balance.targets gives {', '.join(missing)} no target above 0; expected one "
             "for every domain, or no targets (equal)"
         )
-    given = {name: float(target) for name, target in wanted.items() if target is not None}
-    return {name: target / sum(given.values()) for name, target in given.items()}
+    return {name: float(config.targets[name]) for name in present}
 
 
 def _gap_factors(

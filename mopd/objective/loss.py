@@ -157,9 +157,7 @@ class _Batch:
                 raise ValueError(f"the signal {teacher.signal!r} needs divergence_BT")
             self.divergence_BT = torch.where(self.live_BT, divergence_BT.double(), 0.0)
             self.gap_BT = self.divergence_BT.detach()
-        orm = self.inputs.orm_advantage_B.double()
-        live = self.live_BT if orm.dim() == 2 else self.live_BT.any(dim=1)
-        advantage_BT = with_orm(teacher.weight * distil_BT, torch.where(live, orm, 0.0))
+        advantage_BT = with_orm(teacher.weight * distil_BT, self.inputs.orm_advantage_B)
         return torch.where(self.live_BT, advantage_BT, 0.0)
 
     def _broken(self, config: ObjectiveConfig) -> Tensor:

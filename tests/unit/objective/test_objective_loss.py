@@ -13,6 +13,7 @@ from objective_cases import run as run_objective
 
 from mopd.errors import ConfigError
 from mopd.objective.inputs import StepTotals, TokenInputs
+from mopd.objective.loss import objective_loss
 
 OPTIONS = {
     "icepop_low": 0.5,
@@ -274,13 +275,25 @@ def test_bad_options_name_the_key(options, key, hint):
 def test_bad_shapes_and_counts_are_refused():
     student, sampler, teacher, mask, orm = random_batch(0)
     good = as_inputs(sampler, teacher, mask, orm)
-    bad = [
-        (dataclasses.replace(good, teacher_logprobs_BT=torch.zeros(5, 6)), 4, "teacher"),
-        (dataclasses.replace(good, orm_advantage_B=torch.zeros(5, 6)), 4, "orm"),
-        (dataclasses.replace(good, mask_BT=good.mask_BT.double()), 4, "bool"),
-        (good, 0.0, "totals.sequences"),
-        (good, math.nan, "totals.sequences"),
-    ]
-    for inputs, num_sequences, word in bad:
+    topk = torch.zeros(5, 7, 3)
+    for changes, word in (
+        ({"teacher_logprobs_BT": torch.zeros(5, 6)}, "teacher_logprobs_BT is .5, 6."),
+        ({"sampler_logprobs_BT": torch.zeros(5)}, "sampler"),
+        ({"orm_advantage_B": torch.zeros(5, 6)}, "orm"),
+        ({"orm_advantage_B": torch.zeros(4)}, "orm"),
+        ({"mask_BT": good.mask_BT.double()}, "bool"),
+        ({"domain_weight_B": torch.ones(5, 7)}, "domain_weight_B"),
+        ({"group_tokens_B": torch.ones(4)}, "group_tokens_B"),
+        ({"student_topk_BTK": topk[:, :6], "sampler_topk_BTK": topk[:, :6]}, "student_topk_BTK"),
+        ({"student_topk_BTK": topk[..., 0], "sampler_topk_BTK": topk[..., 0]}, "student_topk_BTK"),
+        ({"student_topk_BTK": topk, "sampler_topk_BTK": topk[..., :2]}, "differ in shape"),
+        ({"student_topk_BTK": topk}, "one is missing"),
+    ):
         with pytest.raises(ValueError, match=word):
-            run(student, inputs, num_sequences)
+            run(student, dataclasses.replace(good, **changes), 4)
+    for num_sequences in (0.0, math.nan, math.inf, -1.0):
+        with pytest.raises(ValueError, match=f"totals.sequences is {num_sequences}"):
+            run(student, good, num_sequences)
+    with pytest.raises(ValueError, match="expected .B, T."):
+        flat = TokenInputs(good.mask_BT[0], good.sampler_logprobs_BT[0], torch.zeros(7))
+        objective_loss(torch.zeros(7), flat, objective(), StepTotals(1, 1, 1))

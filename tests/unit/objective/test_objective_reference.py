@@ -341,14 +341,22 @@ def test_float32_inputs_agree_with_float64():
         assert got[1].dtype == np.float32
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("beta", [1.0, 0.0])
 @pytest.mark.parametrize(
     "where",
-    ["student", "sampler", "old", "teacher", "reference", "divergence", "orm", "domain_weight",
-     "student_topk", "sampler_topk"],
+    ["student", "sampler", "old", "teacher", "reference", "divergence", "orm", "student_topk",
+     "sampler_topk"],
 )  # fmt: skip
-def test_a_nan_in_a_live_token_is_never_a_dropped_or_a_kept_one(where):
-    """Every tensor that the loss reads: the loss is NaN, so that the step is refused."""
+def test_a_nan_in_a_live_token_is_never_a_dropped_or_a_kept_one(where, beta, dropped):
+    """Every tensor that the loss reads, at kept tokens and dropped ones: the loss is NaN, so that
+    the step is refused."""
+    if not beta and where in ("teacher", "divergence"):
+        return
     case = draw_case(6)
+    i, t = (int(axis[-1]) for axis in np.nonzero(case.mask))
+    sampler = case.old.copy()
+    sampler[i, t] += 9.0 if dropped else 0.0
     case = dataclasses.replace(
         case,
         loss="dppo_topk",
@@ -358,14 +366,47 @@ def test_a_nan_in_a_live_token_is_never_a_dropped_or_a_kept_one(where):
         reference=case.old - 0.1,
         signal="topk" if where == "divergence" else "sampled",
         divergence=np.abs(case.old),
+        orm=np.zeros(case.student.shape),
+        sampler=sampler,
+        beta=beta,
     )
-    assert math.isfinite(evaluate(case)[0])
-    i, t = (int(axis[-1]) for axis in np.nonzero(case.mask))
+    value, _, _, stats = evaluate(case)
+    assert math.isfinite(value) and stats.kept_BT[i, t].item() is not dropped
     array = getattr(case, where).copy()
-    array[(i, t) if array.ndim > 1 else i] = math.nan
-    if array.ndim == 3:
-        array[i, t] = [-1.0, math.nan, -2.0, -3.0]
+    array[i, t] = [-1.0, math.nan, -2.0, -3.0] if array.ndim == 3 else math.nan
     assert math.isnan(evaluate(dataclasses.replace(case, **{where: array}))[0])
+
+
+def test_a_nan_among_the_weights_is_not_lost():
+    case = draw_case(6)
+    for where in ("domain_weight", "group_tokens"):
+        array = getattr(case, where).copy()
+        array[-1] = math.nan
+        broken = dataclasses.replace(case, aggregation="prompt", **{where: array})
+        assert math.isnan(evaluate(broken)[0])
+
+
+def test_gradients_flow_into_log_pi_and_the_divergence_alone():
+    case = dataclasses.replace(
+        draw_case(1), loss="kimi", parameters={"mu": 0.5}, kl="k3", kl_weight=0.1
+    )
+    case = dataclasses.replace(case, reference=case.old - 0.2)
+    inputs = inputs_of(case)
+    given = {
+        name: value.clone().requires_grad_()
+        for name, value in vars(inputs).items()
+        if value is not None and value.is_floating_point()
+        if name not in ("divergence_BT", "domain_weight_B", "group_tokens_B")
+    }
+    leaf = tensor(case.student).requires_grad_()
+    totals = StepTotals(case.tokens, case.sequences, case.prompts)
+    loss, stats = objective_loss(
+        leaf, dataclasses.replace(inputs, **given), config_of(case), totals
+    )
+    gradients = torch.autograd.grad(loss, [leaf, *given.values()], allow_unused=True)
+    assert gradients[0] is not None and gradients[0].abs().sum() > 0
+    assert all(gradient is None for gradient in gradients[1:])
+    assert not any(value.requires_grad for value in vars(stats).values() if value is not None)
 
 
 def test_tensors_that_the_objective_does_not_read_may_be_broken():
