@@ -116,11 +116,12 @@ def bucket_logprobs(
         inplace_backward,
         return_entropy,
     )
-    z_NB = torch.cat([z_NK.masked_fill(~counted_NK, float("-inf")), z_tail_N.unsqueeze(1)], dim=1)
+    z_listed_NK = z_NK.masked_fill(~counted_NK, float("-inf"))
+    z_NB = torch.cat([z_listed_NK, z_tail_N.unsqueeze(1)], dim=1)
     log_sum_N1 = z_NB.logsumexp(dim=1, keepdim=True)
     # A repeat reads its first slot, to which autograd adds its gradient
     listed_NK = torch.where(used_NK, z_NK.gather(1, first_NK) - log_sum_N1, 0.0)
-    tail_N = z_tail_N - log_sum_N1.squeeze(1)
+    tail_N = _tail_logprobs(z_listed_NK, z_tail_N)
     entropy_N = None
     if tail_entropy_N is not None:
         logp_NB = (z_NB - log_sum_N1).detach()
@@ -128,6 +129,19 @@ def bucket_logprobs(
         coarse_N = -torch.where(p_NB == 0, 0.0, p_NB * logp_NB).sum(dim=1)
         entropy_N = coarse_N + p_NB[:, -1] * tail_entropy_N
     return BucketLogprobs(listed_NK, tail_N, counted_NK, entropy_N)
+
+
+def _tail_logprobs(z_listed_NK: Tensor, z_tail_N: Tensor) -> Tensor:
+    """[N] -log(1 + exp(d)), d the log odds of the listed ids against the tail.
+
+    As exact for a tail of nearly all the mass as for one of nearly none, where z_tail minus the
+    logsumexp of everything would be left with the rounding of two large numbers.
+    """
+    some_N = z_listed_NK.amax(dim=1) > float("-inf")
+    # where before arithmetic: the logsumexp of nothing but -inf has a NaN gradient
+    log_listed_N = torch.where(some_N.unsqueeze(1), z_listed_NK, 0.0).logsumexp(dim=1)
+    odds_N = torch.where(some_N, log_listed_N - z_tail_N, float("-inf"))
+    return -torch.logaddexp(torch.zeros_like(odds_N), odds_N)
 
 
 def topk_logprobs(

@@ -42,7 +42,7 @@ def tail_partials(
         work_nV = logits_nV.to(dtype, copy=isinstance(part, slice))
         picked_nK = work_nV.gather(1, local_nK.clamp(min=0))
         picked_NK[part] = torch.where(local_nK >= 0, picked_nK, 0.0)
-        exclude(work_nV, local_nK)
+        put(work_nV, local_nK, torch.full_like(picked_nK, float("-inf")))
         max_n1 = work_nV.amax(dim=1, keepdim=True)
         work_nV.sub_(torch.where(max_n1 == float("-inf"), 0.0, max_n1))
         if temperature != 1.0:
@@ -75,25 +75,31 @@ def write_bucket_gradient(
     if columns.valid == 0:
         return
     for part in live_chunks(live_N, columns.valid):
-        local_nK = local_NK[part]
-        work_nV = logits_NV[part, : columns.valid].to(dtype, copy=isinstance(part, slice))
-        exclude(work_nV, local_nK)
-        work_nV.sub_(tail_stats.row_max_N[part].unsqueeze(1))
+        in_place = out_NV.dtype == dtype and isinstance(part, slice)
+        work_nV = torch.sub(
+            logits_NV[part, : columns.valid],
+            tail_stats.row_max_N[part].unsqueeze(1),
+            out=out_NV[part, : columns.valid] if in_place else None,
+        )
         if temperature != 1.0:
             work_nV.div_(temperature)
+        # At a listed column this may be inf: it is written again below
         work_nV.sub_(tail_stats.log_sum_N[part].unsqueeze(1)).exp_()
         work_nV.mul_(grad_tail_N[part].unsqueeze(1) / temperature)
-        grad_nK = torch.where(local_nK >= 0, grad_NK[part] / temperature, 0.0)
-        work_nV.scatter_add_(1, local_nK.clamp(min=0), grad_nK.to(dtype))
-        out_NV[part, : columns.valid] = work_nV
+        put(work_nV, local_NK[part], grad_NK[part].to(dtype) / temperature)
+        if not in_place:
+            out_NV[part, : columns.valid] = work_nV
 
 
-def exclude(work_nV: Tensor, local_nK: Tensor) -> None:
-    """-inf at the listed columns, in place; -1 lists nothing."""
-    # A spare listing must hit some column without harm: the row's first listed one, or, where
-    # there is none, column 0 with the value it has.
-    first_n1 = local_nK.amax(dim=1, keepdim=True)
-    place_nK = torch.where(local_nK >= 0, local_nK, first_n1).clamp(min=0)
-    kept_n1 = work_nV[:, :1].clone()
-    fill_nK = torch.where(first_n1 >= 0, float("-inf"), kept_n1).expand_as(place_nK)
-    work_nV.scatter_(1, place_nK, fill_nK)
+def put(work_nV: Tensor, local_nK: Tensor, values_nK: Tensor) -> None:
+    """`values_nK` at the listed columns, in place; -1 lists nothing."""
+    # A slot that lists nothing must hit some column without harm: it repeats the row's last listed
+    # one, or, where there is none, gives column 0 the value it has.
+    top_n1, slot_n1 = local_nK.max(dim=1, keepdim=True)
+    spare_n1 = torch.where(top_n1 >= 0, values_nK.gather(1, slot_n1), work_nV[:, :1])
+    listed_nK = local_nK >= 0
+    work_nV.scatter_(
+        1,
+        torch.where(listed_nK, local_nK, top_n1).clamp(min=0),
+        torch.where(listed_nK, values_nK, spare_n1),
+    )

@@ -31,7 +31,7 @@ from mopd.kernels.select import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
     pytest.mark.parametrize("backend", BACKENDS),
 ]
 
