@@ -64,6 +64,7 @@ class Credit:
                 reference_logprobs=sample.reference_logprobs,
                 teacher_topk=sample.teacher_topk,
                 sampler_topk=sample.rollout.topk,
+                routed_experts=sample.rollout.routed_experts,
             )
             for sample, reward, group, advantage in zip(
                 scored, rewards, groups, advantages, strict=True

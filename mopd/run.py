@@ -190,6 +190,8 @@ class System:
                 vocab_size=prepared.limits.vocab_size,
                 eos_token_ids=prepared.eos_token_ids,
                 seed=config.seed,
+                record_routes=student_config.routing_replay,
+                fp32_head=student_config.fp32_head,
             ),
             student.build(
                 startup,

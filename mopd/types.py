@@ -80,6 +80,9 @@ class Rollout:
     finish_reason: FinishReason
     topk: TopK | None = None
     """The sampler's own top-k at each position, where the objective wants it."""
+    routed_experts: Any = None
+    """[P + R - 1, layers, k] array of the experts that each input token went to, where
+    `student.routing_replay` wants it; 0 in layers without experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +130,5 @@ class TrainSample:
     reference_logprobs: tuple[float, ...] | None = None
     teacher_topk: TopK | None = None
     sampler_topk: TopK | None = None
+    routed_experts: Any = None
+    """The rollout's, [P + R - 1, layers, k]; replayed in training."""

@@ -566,6 +566,16 @@ def _student(config: Config) -> Iterator[str]:
             limits = read_model_limits(student.model)
         except ModelError as error:
             yield f"student.model: {error}"
+    if student.fp32_head and student.dtype == "float32":
+        yield "student.fp32_head has no effect with student.dtype float32; leave one of the two out"
+    if student.routing_replay and student.recompute == "layers" and layout.pp > 1:
+        yield (
+            "student.routing_replay with student.recompute layers and student.parallel.pp "
+            f"{layout.pp}: by the time a layer is computed again another micro-batch's choices "
+            "are in place; use recompute attention, or pp 1"
+        )
+    if student.routing_replay and limits is not None and limits.num_experts == 0:
+        yield f"student.routing_replay: {student.model} has no experts to route to; set it to false"
     if layout.cp > 1:
         yield f"student.parallel.cp is {layout.cp}; {NO_CONTEXT_PARALLEL}"
     tokens = student.max_tokens_per_microbatch

@@ -61,6 +61,8 @@ class StudentConfig:
     dtype: str = "float32"  # float32 | bfloat16
     freeze_routers: bool = True
     router_bias_update_rate: float = 0.0  # of expert biases, where freeze_routers is false
+    routing_replay: bool = False  # train on the expert choices of the rollout (R3)
+    fp32_head: bool = False  # logits in float32 under bfloat16, in training and rollout
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 64  # samples per forward per data-parallel rank
     max_tokens_per_microbatch: int | None = None  # instead: tokens per forward, padding included

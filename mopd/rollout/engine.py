@@ -52,6 +52,8 @@ class RolloutEngine:
         vocab_size: rows of the head.
         seed: run seed; a sample's own seed comes from it and the sample's id, so that the same
             sample is drawn whatever engine and batch it lands in.
+        record_routes: rollouts carry the experts that each of their tokens went to.
+        fp32_head: logits are computed in float32 whatever `dtype` is.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class RolloutEngine:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         seed: int,
+        record_routes: bool = False,
+        fp32_head: bool = False,
     ) -> None:
         gpu = config.gpus_per_engine > 0
         os.environ.update(engine_environment(config.threads_per_engine, gpu=gpu))
@@ -94,6 +98,13 @@ class RolloutEngine:
             if gpu and config.kv_cache_gib <= 0
             else {"kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB)}
         )
+        routes: dict[str, Any] = {}
+        if record_routes:
+            # A prefix from the cache is not computed, and so not routed, again.
+            routes = (
+                {"enable_return_routed_experts": True} if gpu else {"enable_prefix_caching": False}
+            )
+        self._record_routes = record_routes
         self._llm = LLM(
             model=str(model),
             skip_tokenizer_init=True,
@@ -109,7 +120,12 @@ class RolloutEngine:
             disable_log_stats=True,
             **memory,
             **prefill,
+            **routes,
+            **({"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}),
         )
+        self._recorded = record_routes and not gpu
+        if self._recorded:
+            self._llm.collective_rpc("mopd_record_routes")
 
     def generate(
         self,
@@ -144,19 +160,38 @@ class RolloutEngine:
             engine.add_request(sample_id, {"prompt_token_ids": list(prompt.token_ids)}, params)
             waiting[sample_id] = prompt
         while engine.has_unfinished_requests():
+            outputs = [output for output in engine.step() if output.finished]
+            routes = self._routes(outputs)
             finished = [
-                self._rollout(output, waiting.pop(output.request_id), top_k)
-                for output in engine.step()
-                if output.finished
+                self._rollout(output, waiting.pop(output.request_id), top_k, routes)
+                for output in outputs
             ]
             if finished:
                 yield finished
+
+    def _routes(self, outputs: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Request id -> [P + R - 1, layers, k] choices; the last token was never an input."""
+        if not self._record_routes or not outputs:
+            return {}
+        sizes = [
+            (o.request_id, len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1)
+            for o in outputs
+        ]
+        if self._recorded:
+            (arrays,) = self._llm.collective_rpc("mopd_pop_routes", args=(sizes,))
+        else:
+            arrays = [
+                o.outputs[0].routed_experts[:n] for o, (_, n) in zip(outputs, sizes, strict=True)
+            ]
+        return {name: array for (name, _), array in zip(sizes, arrays, strict=True)}
 
     def _sample_seed(self, sample_id: str) -> int:
         digest = hashlib.blake2b(f"{self._seed}/{sample_id}".encode(), digest_size=4).digest()
         return int.from_bytes(digest, "big")
 
-    def _rollout(self, output, prompt: Prompt, top_k: int) -> Rollout:  # type: ignore[no-untyped-def]
+    def _rollout(
+        self, output: Any, prompt: Prompt, top_k: int, routes: dict[str, np.ndarray]
+    ) -> Rollout:
         completion = output.outputs[0]
         ids = tuple(completion.token_ids)
         logprobs = tuple(
@@ -170,6 +205,7 @@ class RolloutEngine:
             weight_version=self.weight_version,
             finish_reason=finish_reason(completion.finish_reason),
             topk=sampler_topk(ids, completion.logprobs, top_k) if top_k else None,
+            routed_experts=routes.get(output.request_id),
         )
 
     def logprobs(
@@ -183,6 +219,8 @@ class RolloutEngine:
             SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False),
             use_tqdm=False,
         )
+        if self._recorded:
+            self._llm.collective_rpc("mopd_forget_routes")
         return [
             [
                 entry[token].logprob

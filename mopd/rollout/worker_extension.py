@@ -5,8 +5,13 @@ Given to vLLM as ``worker_extension_cls``; its methods are reached by ``collecti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 from safetensors import safe_open
 from vllm.platforms import current_platform
+
+from mopd.rollout.routes import RouteRecorder
 
 
 def _repack_cpu_experts_after_update() -> None:
@@ -53,3 +58,15 @@ class WorkerExtension:
                 weights_iterator=((name, file.get_tensor(name)) for name in names)
             )
         return len(names)
+
+    def mopd_record_routes(self) -> None:
+        """From now on remember the experts that every token goes to."""
+        self._mopd_routes = RouteRecorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def mopd_pop_routes(self, wanted: Sequence[tuple[str, int]]) -> list[np.ndarray]:
+        """[tokens, layers, k] choices for each (request id, tokens), forgotten here."""
+        return [self._mopd_routes.pop(name, tokens) for name, tokens in wanted]
+
+    def mopd_forget_routes(self) -> None:
+        """Drop the choices of requests that nobody asked about."""
+        self._mopd_routes.forget()

@@ -12,6 +12,7 @@ from torch import Tensor
 from mopd.student import batching
 from mopd.student.attention import packed_sequences
 from mopd.student.planning import MicrobatchPlan
+from mopd.student.routing import RoutingReplay
 from mopd.types import TrainSample
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -43,10 +44,12 @@ def run(
     packing: bool,
     pad_id: int,
     device: torch.device,
+    replay: RoutingReplay | None,
 ) -> list[dict[str, Tensor]]:
     """What `on_logits` kept of each micro-batch of this rank; empty but on the last stage.
 
-    Gradients add up in the buffers of `ddp`, Megatron's wrapper of the model.
+    Gradients add up in the buffers of `ddp`, Megatron's wrapper of the model. `replay`: send the
+    tokens of `samples` where their rollout sent them.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -70,11 +73,13 @@ def run(
         batch = next(iterator)
         rows = batch.rows
         packed = packed_sequences(rows.segments, device) if rows.segments else None
+        if replay is not None and samples is not None:
+            replay.set(batch.samples, rows.input_ids_BS.shape[1], packing, device)
         # No mask: attention is causal, and a padded token comes after every real one of its row.
         output = model(rows.input_ids_BS, rows.position_ids_BS, None, packed_seq_params=packed)
         return output, lambda logits_BSV: on_logits(batch, logits_BSV)
 
-    return get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=batches(),
         model=[ddp],
@@ -84,3 +89,6 @@ def run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    if replay is not None:
+        replay.clear()
+    return outputs

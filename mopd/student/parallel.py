@@ -68,16 +68,16 @@ def start(
     master_addr: str,
     master_port: int,
     seed: int,
-) -> bool:
-    """Join the process group and lay out Megatron's; returns whether the group was made here.
+) -> set[dist.ProcessGroup]:
+    """Join the process group and lay out Megatron's; returns the groups that were there before.
 
     A default process group that already exists is used as it is if its size and rank fit.
     """
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    made = not dist.is_initialized()
-    if made:
+    before = _groups()
+    if not dist.is_initialized():
         if not cpu_platform.on_cpu():
             torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
@@ -99,16 +99,24 @@ def start(
     # All dropout rates are 0, so no step draws random numbers in any case.
     model_parallel_cuda_manual_seed(seed, inference_rng_tracker=cpu_platform.on_cpu())
     torch.manual_seed(seed)
-    return made
+    return before
 
 
-def stop(made_group: bool) -> None:
-    """Undo `start`."""
+def stop(before: set[dist.ProcessGroup]) -> None:
+    """Undo `start`, whose answer is wanted."""
     from megatron.core import parallel_state as ps
 
     ps.destroy_model_parallel()
-    if made_group:
+    if not before:
         dist.destroy_process_group()
+        return
+    for group in _groups() - before:  # Megatron forgets them; their sockets would stay open
+        dist.destroy_process_group(group)
+
+
+def _groups() -> set[dist.ProcessGroup]:
+    """This process's groups, the default one included; torch has no public list of them."""
+    return set(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else set()
 
 
 def device() -> torch.device:

@@ -7,6 +7,7 @@ process globals.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -31,12 +32,14 @@ from mopd.student import (
     output_head,
     parallel,
     planning,
+    routing,
 )
 from mopd.student.families import family_of
 from mopd.student.files import write_tensors
 from mopd.student.loss_head import LossHead, Update
 from mopd.student.microbatches import Microbatch
 from mopd.student.optimizer import Optimizer
+from mopd.student.routing import RoutingReplay
 from mopd.student.schedule import learning_rate
 from mopd.student.teacher_models import TeacherModels
 from mopd.student.token_scores import TokenScorer, VocabularyShard
@@ -92,7 +95,7 @@ class StudentRank:
         self.valid_vocab = valid_vocab
         learning_rate(0, config.optimizer, total_steps)  # an unknown schedule is refused now
         parallel.check_layout(config.parallel, self.family, world_size)
-        self._made_group = parallel.start(
+        self._groups_before = parallel.start(
             config.parallel, rank, world_size, master_addr, master_port, seed
         )
         self.rank, self.device = rank, parallel.device()
@@ -112,6 +115,9 @@ class StudentRank:
         slots = model.slots(self.model, self.family)
         model.mark_experts(self.model, slots)
         self.frozen = model.freeze_routers(self.model) if self.config.freeze_routers else []
+        if self.config.fp32_head:
+            model.compute_head_in_float32(self.model)
+        self._replay = RoutingReplay(self.model) if self.config.routing_replay else None
         self.weights = ShardedWeights(
             slots,
             (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()),
@@ -181,13 +187,19 @@ class StudentRank:
 
     def refusals(self, samples: Sequence[TrainSample]) -> dict[str, str]:
         """Sample id -> why `step` would refuse it; for the caller to drop and count."""
-        return batching.refusals(
+        reasons = batching.refusals(
             samples,
             self.valid_vocab,
             self.family.max_positions,
             self.domains,
             self.config.max_tokens_per_microbatch,
         )
+        if self._replay is not None:
+            config = self.model.config
+            sizes = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
+            found = {s.sample_id: routing.refusal(s, *sizes) for s in samples}
+            reasons = {k: v for k, v in found.items() if v} | reasons
+        return reasons
 
     def step(self, samples: Sequence[TrainSample], step_index: int) -> dict[str, float]:
         """The optimizer updates of one step on `samples` (the whole step's, on every rank).
@@ -236,7 +248,10 @@ class StudentRank:
     def _old_logprobs(self, samples: Sequence[TrainSample]) -> dict[str, list[float]]:
         """sample id -> log pi of its response under the weights of now, as the loss takes it."""
         values = self.logprobs(
-            [(s.prompt_ids, s.response_ids) for s in samples], self.temperature, whole_head=False
+            [(s.prompt_ids, s.response_ids) for s in samples],
+            self.temperature,
+            whole_head=False,
+            samples=samples,
         )
         return {s.sample_id: v for s, v in zip(samples, values, strict=True)}
 
@@ -294,6 +309,7 @@ class StudentRank:
             packing=self.config.packing,
             pad_id=self.pad_id,
             device=self.device,
+            replay=self._replay,
         )
 
     # -- reading ------------------------------------------------------------------------------
@@ -303,8 +319,11 @@ class StudentRank:
         sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
         temperature: float = 1.0,
         whole_head: bool = True,
+        samples: Sequence[TrainSample] | None = None,
     ) -> list[list[float]]:
         """[R] logprobs of each (prompt, response)'s response ids under the current weights.
+
+        samples: those the sequences are of, where their expert choices are to be replayed.
 
         whole_head: normalise over every row of the checkpoint's head, as an inference engine
             does; else over the tokenizer's ids, as training does.
@@ -323,7 +342,7 @@ class StudentRank:
             return logits_BSV.new_zeros(()), {"logprobs": logprobs_N}
 
         with torch.no_grad():
-            outs = self._run(sequences, plans, None, read, forward_only=True)
+            outs = self._run(sequences, plans, samples, read, forward_only=True)
         if self._speaks:
             for plan, out in zip(plans, outs, strict=True):
                 mine = [i for i in plan.rows[self._dp_rank] if i is not None]
@@ -412,7 +431,10 @@ class StudentRank:
 
     def close(self) -> None:
         """Leave the process groups; the object cannot be used afterwards."""
-        parallel.stop(self._made_group)
+        parallel.stop(self._groups_before)
+        # Megatron's parts refer to each other and to their groups, which keep sockets open.
+        self.__dict__.clear()
+        gc.collect()
 
 
 def _open_checkpoint(config: StudentConfig) -> tuple[Any, SafetensorsFolder]:

@@ -368,6 +368,94 @@ def bfloat16(c: Context) -> None:
     resumed.close()
 
 
+def replayed_routes(c: Context) -> None:
+    """MATH 9: with expert choices that no router would make, logprobs and gradients are those of
+    transformers with its routers told the same; padded and packed rows alike."""
+    import torch
+    from student_tiny import with_routes
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    samples = with_routes(SAMPLES, layers=2, top_k=2, experts=8)
+    model = transformers_model(c.folder / "moe")
+    router = modeling_qwen3_moe.Qwen3MoeTopKRouter
+    own, told = router.forward, {}
+
+    def forced(self: Any, hidden: Any) -> Any:
+        logits = torch.nn.functional.linear(hidden.view(-1, hidden.shape[-1]), self.weight)
+        chosen = told[id(self)]
+        return logits, torch.softmax(logits.gather(1, chosen), -1), chosen
+
+    def logprobs_of(sample: Any) -> Any:
+        sequence = (sample.prompt_ids, sample.response_ids)
+        for layer, block in enumerate(model.model.layers):
+            # The last response token is an input there; where it goes changes nothing before it.
+            routes = torch.from_numpy(sample.routed_experts[:, layer].astype("int64"))
+            told[id(block.mlp.gate)] = torch.cat([routes, routes[-1:]])
+        return transformers_logprobs(model, sequence, 1.0, VALID)
+
+    router.forward = forced
+    expected = [logprobs_of(s) for s in samples]
+    sum(e.mean() for e in expected).backward()
+    router.forward = own
+    for packing in (False, True):
+        student = c.student(
+            "moe", world=1, routing_replay=True, freeze_routers=False, packing=packing
+        )
+        plain = student.logprobs(SEQUENCES, whole_head=False)
+        replayed = student.logprobs(SEQUENCES, whole_head=False, samples=samples)
+        wanted = [e.tolist() for e in expected]
+        assert largest_difference(replayed, wanted) < 1e-5
+        assert largest_difference(plain, wanted) > 0.1
+        # And the step trains on them: the router's gradient flows through the given experts.
+        # A = 1 and w = 1 make the loss the mean of -log pi over samples.
+        even = [
+            replace(
+                s,
+                sampler_logprobs=tuple(lp),
+                teacher_logprobs=tuple(lp),
+                orm_advantage=1.0,
+            )
+            for s, lp in zip(samples, replayed, strict=True)
+        ]
+        student.step(even, 0)
+        got = student.gradients()["model.layers.1.mlp.gate.weight"]
+        gate = model.model.layers[1].mlp.gate.weight.grad / -len(samples)
+        assert (got - gate).abs().max() < 1e-5 * gate.abs().max().clamp(min=0.1)
+        missing = replace(samples[0], routed_experts=None)
+        short = replace(samples[1], routed_experts=samples[1].routed_experts[1:])
+        reasons = student.refusals([missing, short, samples[2]])
+        assert list(reasons) == [missing.sample_id, short.sample_id]
+        assert "no expert choices" in reasons[missing.sample_id]
+        assert "expected [" in reasons[short.sample_id]
+        student.close()
+
+
+def head_in_float32(c: Context) -> None:
+    """bfloat16 weights, float32 head: the logits are those of float32 matrices."""
+    import torch
+
+    for kind in ("moe", "tied"):
+        seen = {}
+        for fp32_head in (False, True):
+            student = c.student(kind, world=1, dtype="bfloat16", fp32_head=fp32_head)
+            ids = torch.randint(2, VALID, (2, 12), generator=torch.Generator().manual_seed(0))
+            hidden: list[Any] = []
+            hook = student.model.decoder.register_forward_hook(
+                lambda *a, out=hidden: out.append(a[2])
+            )
+            with torch.no_grad():
+                logits = student._ddp(ids, None, None)
+            hook.remove()
+            weights = student.weights.collect(student._parameters())
+            head = weights["lm_head.weight" if kind == "moe" else "model.embed_tokens.weight"]
+            exact = (hidden[0].double() @ head.double().T).transpose(0, 1)
+            seen[fp32_head] = (logits.double() - exact).abs().max().item()
+            assert logits.dtype == (torch.float32 if fp32_head else torch.bfloat16)
+            assert student.step(SAMPLES, 2)["grad_norm"] > 0
+            student.close()
+        assert seen[True] < 1e-4 < seen[False], (kind, seen)
+
+
 def learning_rate_reported(c: Context) -> None:
     student = c.student("moe", world=1, optimizer={"lr": 1e-3, "warmup_steps": 2})
     first = student.step(SAMPLES, 0)
@@ -467,6 +555,8 @@ CASES = [
     not_finite,
     expert_bias_stays,
     unfrozen_routers_train,
+    replayed_routes,
+    head_in_float32,
     learning_rate_reported,
     bfloat16,
     save_hf_loads,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mopd.types import TrainSample
@@ -146,3 +148,14 @@ def make_samples(count: int, seed: int = 0, domains: tuple[str, ...] = ("a", "b"
             )
         )
     return samples
+
+
+def with_routes(samples: list, layers: int, top_k: int, experts: int, seed: int = 0) -> list:
+    """The samples with random expert choices for every input token."""
+    random = np.random.default_rng(seed)
+    out = []
+    for sample in samples:
+        tokens = len(sample.prompt_ids) + len(sample.response_ids) - 1
+        routes = random.random((tokens, layers, experts)).argsort(-1)[..., :top_k]
+        out.append(replace(sample, routed_experts=routes.astype(np.uint8)))
+    return out
