@@ -25,7 +25,7 @@ from mopd.kernels.autograd import begin_backward, end_backward, gradient_buffer
 from mopd.kernels.backends import backend_module
 from mopd.kernels.checks import check_rows, check_temperature, shard_columns
 from mopd.kernels.partials import Columns, RowStats, TailPartials, shift_to
-from mopd.kernels.vocab_parallel import all_reduced, refuse_stray
+from mopd.kernels.vocab_parallel import all_reduced, refuse_stray, several
 
 UNUSED = -1
 """Id of a slot without a token."""
@@ -112,7 +112,7 @@ def bucket_logprobs(
         backend_module("buckets", backend, logits_NV.device.type),
         float(temperature),
         columns,
-        group,
+        several(group),
         inplace_backward,
         return_entropy,
     )

@@ -38,7 +38,7 @@ from mopd.kernels.pair_partials import PairPartials, PairStats, merge_pairs
 from mopd.kernels.pair_sides import PairOptions, PairSides, tile_columns
 from mopd.kernels.partials import RowStats
 from mopd.kernels.torch_rows import accumulator_dtype
-from mopd.kernels.vocab_parallel import all_reduced
+from mopd.kernels.vocab_parallel import all_reduced, several
 
 
 def full_divergence(
@@ -94,7 +94,7 @@ def full_divergence(
         float(temperature),
         float(teacher_temperature),
         shard_columns(min(width, _width(teacher)), valid_vocab, vocab_start),
-        group,
+        several(group),
         inplace_backward,
         student.logits_dtype if isinstance(student, Head) else None,
         teacher.logits_dtype if isinstance(teacher, Head) else None,
@@ -204,8 +204,9 @@ def _combine(sides: PairSides) -> tuple[Tensor, PairStats]:
             columns=tile_columns(part),
             weighted=options.direction != "jsd",
         )
-        merged = merge_pairs([whole.rows(block), partials], a_temperature, b_temperature)
-        whole.rows(block).assign(merged)
+        if part.start > 0:
+            partials = merge_pairs([whole.rows(block), partials], a_temperature, b_temperature)
+        whole.rows(block).assign(partials)
 
     a, b, kl_N = _reduce(whole, live_N, a_temperature, b_temperature, options.group)
     student, teacher = (b, a) if forward else (a, b)
@@ -238,9 +239,11 @@ def _reduce(
     group: dist.ProcessGroup | None,
 ) -> tuple[RowStats, RowStats, Tensor]:
     """(normaliser of A, of B, KL(A || B)) over all ranks."""
-    max_2N = all_reduced(torch.stack([mine.a_max_N, mine.b_max_N]), dist.ReduceOp.MAX, group)
-    moved = mine.moved_to(max_2N[0], max_2N[1], a_temperature, b_temperature)
-    sums_3N = torch.stack([moved.a_sum_N, moved.b_sum_N, moved.weighted_N])
+    if group is not None:
+        max_2N = all_reduced(torch.stack([mine.a_max_N, mine.b_max_N]), dist.ReduceOp.MAX, group)
+        mine = mine.moved_to(max_2N[0], max_2N[1], a_temperature, b_temperature)
+    max_2N = torch.stack([mine.a_max_N, mine.b_max_N])
+    sums_3N = torch.stack([mine.a_sum_N, mine.b_sum_N, mine.weighted_N])
     all_reduced(sums_3N, dist.ReduceOp.SUM, group)
     sums_3N = torch.where(live_N, sums_3N, 1.0)
     max_2N = torch.where(live_N, max_2N, 0.0)

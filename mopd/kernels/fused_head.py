@@ -21,7 +21,7 @@ from mopd.kernels.gathered import RowScores, check_teacher
 from mopd.kernels.head import Head, HeadGradient, column_blocks, row_blocks
 from mopd.kernels.partials import Columns, Partials, RowStats, concatenate, merge
 from mopd.kernels.reference import IGNORE
-from mopd.kernels.vocab_parallel import all_reduced, combine
+from mopd.kernels.vocab_parallel import all_reduced, combine, several
 
 
 def fused_head_scores(
@@ -74,7 +74,7 @@ def fused_head_scores(
         choose_backend(backend, hidden_NH.device.type),
         float(temperature),
         columns,
-        group,
+        several(group),
         return_entropy,
         logits_dtype,
         reduce_hidden_grad,

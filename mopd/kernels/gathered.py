@@ -10,6 +10,7 @@ from torch import Tensor
 from mopd.kernels.autograd import GatheredLogprobs
 from mopd.kernels.backends import choose_backend
 from mopd.kernels.checks import check_rows, check_temperature, shard_columns
+from mopd.kernels.vocab_parallel import several
 
 
 class RowScores(NamedTuple):
@@ -75,7 +76,7 @@ def gathered_scores(
         choose_backend(backend, logits_NV.device.type),
         float(temperature),
         columns,
-        group,
+        several(group),
         inplace_backward,
         return_entropy,
     )

@@ -73,6 +73,11 @@ def combine(
     return Combined(logprobs_N, entropy_N, logsumexp_N, advantage_N, RowStats(row_max_N, log_sum_N))
 
 
+def several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """`group`, or None where it is of one rank, which holds everything: nothing to reduce."""
+    return None if group is None or dist.get_world_size(group) == 1 else group
+
+
 def all_reduced(
     tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None
 ) -> Tensor:

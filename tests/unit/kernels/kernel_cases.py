@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +26,19 @@ def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
 
 def integers(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def far_rows(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """[rows, width] bfloat16 whose rows lie 2^30 elements apart, so that the offsets of the last
+    pass 2^31, in a storage of which only the touched pages exist (C25)."""
+    if INTERPRETED:  # the interpreter would copy the whole storage onto itself after each launch
+        from triton.runtime.interpreter import GridExecutor
+
+        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *args: None)
+    stride = 2**30
+    assert (rows - 1) * stride > 2**31
+    storage = torch.empty((rows - 1) * stride + width, dtype=torch.bfloat16, device=DEVICE)
+    return storage.as_strided((rows, width), (stride, 1))
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:

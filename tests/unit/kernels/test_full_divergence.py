@@ -13,6 +13,7 @@ from kernel_cases import (
     LargestNewStorage,
     assert_as_accurate,
     error,
+    far_rows,
     gradient_factor,
     normal,
 )
@@ -162,6 +163,38 @@ def test_accuracy_rule(backend, direction, beta, dtype):
     assert_as_accurate(got, same, want, floor=1e-6)
     factor = gradient_factor(backend, dtype)
     assert_as_accurate(leaf.grad, plain.grad, wide.grad, floor=2e-7, factor=factor)
+
+
+def test_c25_row_offsets_past_two_to_the_31(backend, monkeypatch):
+    student, teacher = (far_rows(4, 130, monkeypatch) for _ in range(2))
+    student.copy_(normal(4, 130)), teacher.copy_(normal(4, 130, seed=1))
+    wide = student.cpu().double().requires_grad_()
+    want = full_divergence_reference(wide, teacher.cpu().double())
+    want.sum().backward()
+    got = full_divergence(
+        student.requires_grad_().view_as(student), teacher, backend=backend, inplace_backward=True
+    )
+    assert error(got, want) < 1e-5
+    got.sum().backward()
+    assert error(student, wide.grad) < 2e-2
+
+
+def test_c28_backward_twice_views_and_inputs_unchanged(backend):
+    student, teacher = normal(40, 4).to(DEVICE).t(), normal(4, 80, seed=1).to(DEVICE)[:, ::2]
+    before = student.clone(), teacher.clone()
+    leaf = student.requires_grad_()
+    got = full_divergence(leaf, teacher, backend=backend)
+    first, second = (torch.autograd.grad(got.sum(), leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(leaf.detach(), before[0]) and torch.equal(teacher, before[1])
+    want = check(backend, *(t.cpu() for t in before), torch.ones(4), direction="reverse", beta=None)
+    torch.testing.assert_close(first.cpu(), want)
+    with pytest.raises(NotImplementedError, match="full_divergence_reference"):
+        torch.autograd.grad(got.sum(), leaf, create_graph=True)
+    got = full_divergence(leaf * 1, teacher, backend=backend, inplace_backward=True)
+    got.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace_backward=False"):
+        got.sum().backward()
 
 
 def heads(rows: int, width: int, seed: int = 0):

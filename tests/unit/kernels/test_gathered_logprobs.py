@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DEVICE, INTERPRETED, LargestNewStorage
+from kernel_cases import DEVICE, INTERPRETED, LargestNewStorage, far_rows
 
 from mopd.errors import DataError
 from mopd.kernels.reference import IGNORE, gathered_logprobs_reference
@@ -228,17 +228,11 @@ def test_c08_temperature_is_inside_the_softmax(backend):
 
 def test_c25_row_offsets_past_two_to_the_31(backend, monkeypatch):
     """Rows 2^30 elements apart in a storage of which only the touched pages exist."""
-    if INTERPRETED:  # the interpreter would copy the whole storage onto itself after each launch
-        from triton.runtime.interpreter import GridExecutor
-
-        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *args: None)
-    rows, width, stride = 4, 130, 2**30
-    storage = torch.empty((rows - 1) * stride + width, dtype=torch.bfloat16, device=DEVICE)
-    logits = storage.as_strided((rows, width), (stride, 1))
+    rows, width = 4, 130
+    logits = far_rows(rows, width, monkeypatch)
     values, targets = random_case(rows, width)
     logits.copy_(values)
     want_logprobs, _, want_grad = expected(logits, targets, torch.ones(rows))
-    assert (rows - 1) * logits.stride(0) > 2**31
     leaf = logits.requires_grad_()
     logprobs = gathered_logprobs(
         leaf.view_as(leaf), targets.to(DEVICE), backend=backend, inplace_backward=True

@@ -14,6 +14,8 @@ from kernel_cases import (
     INF,
     LargestNewStorage,
     assert_as_accurate,
+    error,
+    far_rows,
     gradient_factor,
     integers,
     normal,
@@ -265,6 +267,25 @@ def test_no_second_vocabulary_sized_tensor(backend, monkeypatch):
     assert 0 < seen.largest <= 2 * width < rows * width
 
 
+def test_c25_row_offsets_past_two_to_the_31(backend, monkeypatch):
+    values, ids, teacher, grad = case(4, 130, 5)
+    logits = far_rows(4, 130, monkeypatch)
+    logits.copy_(values)
+    wide = logits.detach().cpu().double().requires_grad_()
+    want = topk_divergence_reference(wide, ids, teacher.double())
+    want.backward(grad.double())
+    got = topk_divergence(
+        logits.requires_grad_().view_as(logits),
+        ids.to(DEVICE),
+        teacher.to(DEVICE),
+        backend=backend,
+        inplace_backward=True,
+    )
+    assert error(got, want) < 5e-6
+    got.backward(grad.to(DEVICE))
+    assert error(logits, wide.grad) < 2e-2
+
+
 def test_non_contiguous_views(backend):
     logits, ids, teacher, grad = case(5, 40, 3)
     want = check(backend, logits, ids, teacher, grad, direction="reverse", beta=None)
@@ -273,6 +294,20 @@ def test_non_contiguous_views(backend):
     got = topk_divergence(view, ids.to(DEVICE), teacher.to(DEVICE), backend=backend)
     (grads,) = torch.autograd.grad(got, view, grad.to(DEVICE))
     torch.testing.assert_close(grads.cpu(), want)
+
+
+def test_c28_backward_twice_and_inputs_unchanged(backend):
+    logits, ids, teacher, grad = (t.to(DEVICE) for t in case(4, 33, 3))
+    leaf = logits.clone().requires_grad_()
+    got = topk_divergence(leaf, ids, teacher, backend=backend)
+    first, second = (torch.autograd.grad(got, leaf, grad, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second) and torch.equal(leaf.detach(), logits)
+    with pytest.raises(NotImplementedError, match="topk_divergence_reference"):
+        torch.autograd.grad(got.sum(), leaf, create_graph=True)
+    got = topk_divergence(leaf * 1, ids, teacher, backend=backend, inplace_backward=True)
+    got.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace_backward=False"):
+        got.sum().backward()
 
 
 def test_what_a_teacher_must_not_send(backend):
