@@ -26,6 +26,10 @@ class RunFiles:
     evaluations: list[Record] = field(default_factory=list)
     """One a (step, who, domain), in order of steps."""
     retention: Record | None = None
+    evaluation: Record | None = None
+    """Every model on every set, where that was evaluated."""
+    samples: list[Record] = field(default_factory=list)
+    """Held-out answers of base, teacher and student side by side."""
     transcripts: list[Record] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -54,6 +58,7 @@ class RunFiles:
             names.update(dict.fromkeys(configured))
         if self.retention is not None:
             names.update(dict.fromkeys(self.retention["domains"]))
+            names.update(dict.fromkeys(self.retention.get("forgetting") or {}))
         names.update(dict.fromkeys(e["domain"] for e in self.evaluations))
         for record in self.metrics:
             for key in record:
@@ -84,7 +89,9 @@ def read_run(run_dir: Path) -> RunFiles:
     """
     if not run_dir.is_dir():
         raise DataError(f"{run_dir} is not a directory; expected a run's, such as runs/quickstart")
-    names = ("config.yaml", "metrics.jsonl", "evaluations.jsonl", "retention.json")
+    names = (
+        "config.yaml", "metrics.jsonl", "evaluations.jsonl", "retention.json", "evaluation.json"
+    )  # fmt: skip
     if not any((run_dir / name).exists() for name in names):
         raise DataError(f"{run_dir} holds none of {', '.join(names)}: it is not a run's directory")
     run = RunFiles(run_dir)
@@ -102,6 +109,10 @@ def read_run(run_dir: Path) -> RunFiles:
         run.problems.append("retention.json has no domains; left out.")
         retention = None
     run.retention = retention
+    run.evaluation = _json_object(run, "evaluation.json")
+    run.samples = _json_lines(
+        run, "samples.jsonl", ("set", "class", "prompt", "answers"), optional=True
+    )
     run.versions = {k: str(v) for k, v in (_json_object(run, "versions.json") or {}).items()}
     return run
 
@@ -141,7 +152,7 @@ def _json_lines(
             bad += 1
             continue
         usable = isinstance(record, dict) and all(k in record for k in needed)
-        if usable and isinstance(record["step"], int):
+        if usable and ("step" not in needed or isinstance(record["step"], int)):
             found.append(record)
         else:
             bad += 1

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 COLUMNS = (
-    "domain", "majority", "base", "teacher", "student", "retention", "headroom captured [95%]", "n"
+    "domain", "majority", "base", "teacher", "student", "retention", "p (teacher)",
+    "headroom captured [95%]", "n",
 )  # fmt: skip
 NONE = "–"
 
@@ -33,6 +34,12 @@ def captured_cell(entry: Mapping[str, Any]) -> str:
     return "not scored" if entry["student"] is None else "not measurable"
 
 
+def _p_cell(entry: Mapping[str, Any]) -> str:
+    """p-value of the student against its teacher on the same items."""
+    found = (entry.get("tests") or {}).get("student_against_teacher")
+    return NONE if found is None else f"{found['p']:.2g}"
+
+
 def retention_rows(retention: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """One row a domain in the order of `COLUMNS`, then the means."""
     rows: list[tuple[str, ...]] = [
@@ -43,6 +50,7 @@ def retention_rows(retention: Mapping[str, Any]) -> list[tuple[str, ...]]:
             number(entry["teacher"]),
             number(entry["student"]),
             number(entry["retention"]),
+            _p_cell(entry),
             captured_cell(entry),
             str(entry["n"]),
         )
@@ -50,7 +58,7 @@ def retention_rows(retention: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
     mean = with_interval(retention["mean_headroom_captured"], retention.get("mean_headroom_ci95"))
     kept = number(retention.get("mean_retention"))
-    rows.append(("mean", "", "", "", "", kept, mean, ""))
+    rows.append(("mean", "", "", "", "", kept, "", mean, ""))
     return rows
 
 
@@ -60,6 +68,12 @@ def retention_notes(retention: Mapping[str, Any]) -> list[str]:
     for name, entry in retention["domains"].items():
         if entry.get("not_measurable_reason"):
             notes.append(f"{name}: headroom not measurable: {entry['not_measurable_reason']}.")
+        if (entry.get("only_format") or {}).get("flagged"):
+            change = with_interval(entry["only_format"]["change"], entry["only_format"]["ci95"])
+            notes.append(
+                f"{name}: the gain over the base is one of form: where the reference may stand "
+                f"anywhere in the answer, student - base = {change}."
+            )
         if entry["n"] and entry.get("n_unscored"):
             notes.append(f"{name}: {entry['n_unscored']} items could not be judged, left out.")
     for name, entry in retention.get("forgetting", {}).items():
@@ -113,6 +127,15 @@ def score_rows(record: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
     if router is not None:
         rows.append(("oracle router", *[""] * len(domains), number(router)))
     return ("model", *domains, "mean"), rows
+
+
+def score_markdown(record: Mapping[str, Any]) -> str:
+    """The same as a GitHub Markdown table."""
+    columns, rows = score_rows(record)
+    lines = ["| " + " | ".join(_escaped(c) for c in columns) + " |"]
+    lines.append("|---|" + "---:|" * (len(columns) - 1))
+    lines += ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
 
 
 def score_table(record: Mapping[str, Any]) -> Table:

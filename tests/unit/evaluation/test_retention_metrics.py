@@ -302,7 +302,7 @@ def test_tables_show_every_cell_literally():
             f"0.917 [{low:.3f}, {high:.3f}]",
         ):
             assert cell in text, cell
-    assert retention_markdown(got).splitlines()[1].count("|") == 9
+    assert retention_markdown(got).splitlines()[1].count("|") == 10
 
 
 # --- tests, bounds, format, domains of several sets ---
