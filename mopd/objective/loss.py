@@ -197,7 +197,8 @@ def _token_terms(
             logprobs_BT=log_pi_BT,
             old_BT=batch.old_BT,
             sampler_BT=batch.sampler_BT,
-            advantage_BT=batch.advantage_BT,
+            # A dropped token's may be infinite, and would meet its 0 weight in the backward.
+            advantage_BT=torch.where(batch.kept_BT, batch.advantage_BT, 0.0),
             live_BT=batch.live_BT,
             kept_BT=batch.kept_BT,
             student_topk_BTK=batch.inputs.student_topk_BTK,
@@ -205,12 +206,11 @@ def _token_terms(
         ),
         names.loss_parameters(config.loss),
     )
-    # where twice: a dropped token's infinities meet neither the weight nor the backward
     term_BT = -batch.weight_BT * torch.where(batch.kept_BT, objective_BT, 0.0)
     regulariser_BT = batch.reference_kl(log_pi_BT)
     if regulariser_BT is not None:
         term_BT = term_BT + config.kl.weight * batch.weight_BT * regulariser_BT
-    return torch.where(batch.kept_BT, term_BT, 0.0), bit_BT
+    return term_BT, bit_BT
 
 
 def _sequence_weights(

@@ -1,8 +1,8 @@
 """Policy losses: what each token's log pi and advantage make of an update (MATH 5).
 
 A loss is a function (PolicyInputs, parameters) -> (objective_BT, bit_BT):
-    objective_BT: float64, to be *maximised*, differentiable in `logprobs_BT` at kept tokens; what
-        it holds elsewhere is not read.
+    objective_BT: float64, to be *maximised*, differentiable in `logprobs_BT` of kept tokens alone;
+        what it holds at other tokens is not read.
     bit_BT: bool, kept tokens where the loss's own clip or mask cut the gradient.
 The truncation's weight, the mask and the aggregation come on top (mopd.objective.loss).
 
@@ -30,7 +30,7 @@ class PolicyInputs:
     sampler_BT: Tensor
     """log mu, detached."""
     advantage_BT: Tensor
-    """A, detached."""
+    """A, detached; 0 at tokens that are not kept."""
     live_BT: Tensor
     kept_BT: Tensor
     """Live tokens that the truncation keeps: the only ones to get a gradient."""

@@ -25,7 +25,7 @@ def test_every_name_has_a_function_and_every_function_a_name():
     assert set(names.TRUNCATION_BOUNDS) == set(TRUNCATIONS)
     assert set(names.AGGREGATIONS) == set(SEQUENCE_WEIGHTS)
     assert set(names.REFERENCE_KLS) == {"none", *REFERENCE_KL}
-    assert set(names.ESTIMATORS) == {"reinforce", *ORM_ESTIMATORS}
+    assert set(names.ESTIMATORS) == {"reinforce", "ppo_gae", *ORM_ESTIMATORS}
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))

@@ -19,7 +19,7 @@ from objective_reference import BAND_DEFAULTS, Case, reference
 
 from mopd.objective.inputs import StepTotals, TokenInputs
 from mopd.objective.loss import objective_loss
-from mopd.objective.policy_losses import POLICY_LOSSES
+from mopd.objective.policy_losses import POLICY_LOSSES, mopd
 from mopd.objective.stats import TokenStats
 from mopd.objective.truncation import TRUNCATIONS
 
@@ -375,6 +375,47 @@ def test_a_nan_in_a_live_token_is_never_a_dropped_or_a_kept_one(where, beta, dro
     array = getattr(case, where).copy()
     array[i, t] = [-1.0, math.nan, -2.0, -3.0] if array.ndim == 3 else math.nan
     assert math.isnan(evaluate(dataclasses.replace(case, **{where: array}))[0])
+
+
+@pytest.mark.parametrize("junk", [-math.inf, math.inf])
+@pytest.mark.parametrize("where", ["teacher", "orm", "old"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_infinities_of_a_dropped_token_reach_no_other_token(loss, where, junk):
+    """Through GSPO's sequence ratio a 0 weight would meet them in the backward."""
+    case = draw_case(6)
+    i, t = (int(axis[-1]) for axis in np.nonzero(case.mask))
+    case = dataclasses.replace(
+        case,
+        loss=loss,
+        parameters=REQUIRED.get(loss, {}),
+        clip=0.0,
+        orm=np.zeros(case.student.shape),
+        sampler=case.old.copy(),
+    )
+    case.sampler[i, t] += 9.0
+    array = getattr(case, where).copy()
+    array[i, t] = junk
+    broken = dataclasses.replace(case, **{where: array})
+    value, gradient, _, stats = evaluate(broken)
+    assert not stats.kept_BT[i, t] and gradient[i, t] == 0
+    assert math.isfinite(value) and np.isfinite(gradient).all()
+    if where != "old":  # which is a part of the sequence's ratio
+        agree(case)
+        assert value == evaluate(case)[0]
+
+
+def test_what_a_policy_loss_says_of_a_dropped_token_is_not_read(monkeypatch):
+    case = draw_case(6)
+    want = evaluate(case)
+
+    def with_junk(inputs, parameters):
+        objective_BT, bit_BT = mopd(inputs, parameters)
+        return torch.where(inputs.kept_BT, objective_BT, math.nan), bit_BT
+
+    monkeypatch.setitem(POLICY_LOSSES, "mopd", with_junk)
+    got = evaluate(case)
+    assert got[0] == want[0] and not want[3].kept_BT[torch.tensor(case.mask)].all()
+    np.testing.assert_array_equal(got[1], want[1])
 
 
 def test_a_nan_among_the_weights_is_not_lost():
