@@ -432,7 +432,9 @@ class StudentRank:
     def close(self) -> None:
         """Leave the process groups; the object cannot be used afterwards."""
         parallel.stop(self._groups_before)
-        # Megatron's parts refer to each other and to their groups, which keep sockets open.
+        # Gradient hooks in C++, which the garbage collector cannot see, keep Megatron's wrapper and
+        # through it the groups with their sockets and threads.
+        self._ddp.__dict__.clear()
         self.__dict__.clear()
         gc.collect()
 
