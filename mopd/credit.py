@@ -27,7 +27,9 @@ class Credit:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._orm = OrmAdvantages(config.objective.orm)
+        # A critic makes advantages of rewards where the values are, in the student's ranks.
+        critic = config.objective.orm.estimator == "ppo_gae"
+        self._orm = None if critic else OrmAdvantages(config.objective.orm)
         self._alphas = alphas(config)
 
     def samples(
@@ -46,7 +48,9 @@ class Credit:
         rewards = self._shaped(scored, rewards, groups, step)
         flat = zero_variance_groups(rewards, groups)
         metrics = {"zero_variance_groups": len(flat) / max(len(set(groups)), 1)}
-        advantages = self._orm.advantages(rewards, groups)
+        advantages = [0.0] * len(scored)
+        if self._orm is not None:
+            advantages = self._orm.advantages(rewards, groups)
         # Without a distillation part, a group that is left out of the ORM part says nothing.
         silent = flat if objective.orm.zero_variance == "drop" else set()
         factor = value_at(objective.orm.alpha_schedule, step, self._config.train.steps)
@@ -61,6 +65,8 @@ class Credit:
                 sampler_logprobs=sample.rollout.sampler_logprobs,
                 teacher_logprobs=sample.teacher_logprobs if asked else None,
                 orm_advantage=factor * self._alphas[sample.rollout.prompt.domain] * advantage,
+                reward=reward if self._orm is None and group not in silent else None,
+                reward_weight=factor * self._alphas[sample.rollout.prompt.domain],
                 reference_logprobs=sample.reference_logprobs,
                 teacher_topk=sample.teacher_topk,
                 sampler_topk=sample.rollout.topk,
@@ -125,11 +131,12 @@ class Credit:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"orm": self._orm.state_dict()}
+        return {"orm": {} if self._orm is None else self._orm.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state."""
-        self._orm.load_state_dict(state["orm"])
+        if self._orm is not None:
+            self._orm.load_state_dict(state["orm"])
 
 
 def reward_of(sample: ScoredSample, kind: str) -> float | None:

@@ -27,13 +27,14 @@ DENOMINATORS = ("response", "kept")
 REFERENCE_KLS = ("none", "k2", "k3")
 BALANCES = ("none", "token_share", "gap")
 SCHEDULES = ("constant", "linear", "cosine")
-ESTIMATORS = ("reinforce", "grpo", "rloo", "dr_grpo", "agapo", "maxrl", "kimi")
-"""Of a group's rewards. `ppo_gae` needs a critic's values besides: see mopd.objective.gae."""
+ESTIMATORS = ("reinforce", "grpo", "rloo", "dr_grpo", "agapo", "maxrl", "kimi", "ppo_gae")
+"""`ppo_gae` takes a critic's values (mopd.objective.gae), the others a group's rewards alone."""
 
 JSD_BETA = 0.5
 BASELINE_DECAY = 0.9
 ALL_WRONG = 0.0
 SUPPORT = "teacher"
+GAE_GAMMA, GAE_LAMBDA, CRITIC_LR = 1.0, 0.95, 1e-3
 GAP_EXPONENT, GAP_LOW, GAP_HIGH = 1.0, 0.05, 20.0
 
 

@@ -127,6 +127,10 @@ class TrainSample:
     """alpha_domain * A_ORM of the sample's own group; 0 where there is no verdict."""
     weight: float = 1.0
     """Of the sample's domain in the loss (balance between domains)."""
+    reward: float | None = None
+    """Where a critic makes advantages of it: the outcome reward; None without a verdict."""
+    reward_weight: float = 0.0
+    """alpha_domain of that reward's advantages."""
     reference_logprobs: tuple[float, ...] | None = None
     teacher_topk: TopK | None = None
     sampler_topk: TopK | None = None

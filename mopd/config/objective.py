@@ -42,12 +42,15 @@ class OrmConfig:
 
     alpha: float = 0.0  # domains.NAME.alpha overrides it
     alpha_schedule: ScheduleConfig = field(default_factory=ScheduleConfig)  # factor on each alpha
-    estimator: str = "grpo"  # reinforce | grpo | rloo | dr_grpo | agapo | maxrl | kimi
+    estimator: str = "grpo"  # reinforce|grpo|rloo|dr_grpo|agapo|maxrl|kimi|ppo_gae
     reward: str = "correct"  # correct (exact match) | score (partial credit)
     whiten: bool = False  # z-score over the batch, before alpha
     zero_variance: str = "keep"  # keep | drop: groups whose rewards are all equal
     baseline: float | None = None  # reinforce: a constant; null: running mean of the rewards
     baseline_decay: float | None = None  # reinforce: of that running mean, .9
+    gae_gamma: float | None = None  # ppo_gae: discount, 1
+    gae_lambda: float | None = None  # ppo_gae: .95
+    critic_lr: float | None = None  # ppo_gae: learning rate of the value head, 1e-3
     all_wrong: float | None = None  # agapo: advantage in a group without a success, 0
     overlong_buffer: int | None = None  # DAPO: tokens before the limit where a penalty sets in
     length_reward: ScheduleConfig | None = None  # Kimi K1.5: weight of the length reward

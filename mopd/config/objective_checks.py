@@ -24,7 +24,7 @@ from mopd.objective_names import (
     truncation_ratio,
 )
 
-UNGROUPED = ("reinforce",)
+UNGROUPED = ("reinforce", "ppo_gae")
 """Estimators whose baseline is not the group's: a group of one is not always 0."""
 
 
@@ -135,6 +135,9 @@ def _orm(config: Config) -> Iterator[str]:
         yield f"{key}.baseline is a constant, so {key}.baseline_decay has no effect; leave one out"
     if orm.estimator != "agapo":
         yield from _unread(orm, {"all_wrong": f"{key}.estimator: agapo"}, key)
+    if orm.estimator != "ppo_gae":
+        names = ("gae_gamma", "gae_lambda", "critic_lr")
+        yield from _unread(orm, dict.fromkeys(names, f"{key}.estimator: ppo_gae"), key)
     shaped = orm.overlong_buffer is not None or orm.length_reward is not None
     if orm.estimator == "maxrl" and (orm.reward != "correct" or shaped):
         yield (

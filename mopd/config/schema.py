@@ -70,7 +70,6 @@ class StudentConfig:
     recompute: str = "none"  # none | attention | layers: activations computed again, not kept
     kernel: str = "auto"  # auto | triton | torch: who computes the logprobs
     loss_head: str = "logits"  # logits | fused: the LM head tile by tile, its logits never whole
-    fp32_head: bool = False  # the LM head's product and logits in float32
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     threads_per_rank: int = 1
     gpus_per_rank: float = 0.0

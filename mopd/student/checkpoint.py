@@ -33,8 +33,10 @@ def save(
     optimizer: Optimizer,
     parameters: Mapping[str, Tensor],
     identity: Mapping[str, Any],
+    further: Mapping[str, Mapping[str, Tensor]] | None = None,
 ) -> None:
     """Collective. `parameters`: this rank's, in the precision the optimizer keeps them.
+    `further`: file name -> tensors that every rank holds alike.
 
     Written beside `directory` and renamed: an interrupted save leaves the previous one whole.
     `identity` is what `load` will insist on. Raises ModelError where it cannot be written.
@@ -43,6 +45,7 @@ def save(
     files = {WEIGHTS: weights.collect(parameters)}
     for moment, tensors in optimizer.moments().items():
         files[f"{moment}.safetensors"] = weights.collect(tensors)
+    files |= {name: dict(tensors) for name, tensors in (further or {}).items()}
     state = {"format": FORMAT, "optimizer_steps": optimizer.steps, **identity}
 
     def write() -> None:

@@ -32,12 +32,15 @@ class Update:
     """Response tokens of each prompt's samples."""
     old_logprobs: Mapping[str, Sequence[float]] | None = None
     """sample id -> log pi_old; None at a batch's only update."""
+    advantages: Mapping[str, Sequence[float]] | None = None
+    """sample id -> a critic's advantages by token; None without a critic."""
 
     @classmethod
     def of(
         cls,
         samples: Sequence[TrainSample],
         old_logprobs: Mapping[str, Sequence[float]] | None = None,
+        advantages: Mapping[str, Sequence[float]] | None = None,
     ) -> Update:
         """Counted over `samples`, all of the update's."""
         group_tokens: dict[str, int] = {}
@@ -49,7 +52,7 @@ class Update:
             sequences=float(len(samples)),
             prompts=float(len(group_tokens)),
         )
-        return cls(totals, group_tokens, old_logprobs)
+        return cls(totals, group_tokens, old_logprobs, advantages)
 
 
 class LossHead:
@@ -104,13 +107,24 @@ class LossHead:
         sampler_BR, mask_BR = batching.pad_responses(
             [None if s is None else s.sampler_logprobs for s in samples], width, self.device
         )
+        orm = each(lambda s: s.orm_advantage, 0.0)
+        if update.advantages is not None:
+            of_token = update.advantages
+            orm = batching.pad_responses(
+                [
+                    None if s is None else [s.reward_weight * a for a in of_token[s.sample_id]]
+                    for s in samples
+                ],
+                width,
+                self.device,
+            )[0]
         student_topk_BRK, sampler_topk_BRK = self._sampler_topk(rows, live, output_BSX)
         loss, stats = objective_loss(
             rows.spread(logprobs_N),
             TokenInputs(
                 mask_BT=mask_BR,
                 sampler_logprobs_BT=sampler_BR,
-                orm_advantage_B=each(lambda s: s.orm_advantage, 0.0),
+                orm_advantage_B=orm,
                 old_logprobs_BT=padded(lambda s: None if old is None else old[s.sample_id]),
                 teacher_logprobs_BT=padded(lambda s: s.teacher_logprobs),
                 reference_logprobs_BT=padded(lambda s: s.reference_logprobs),

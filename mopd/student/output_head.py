@@ -1,8 +1,7 @@
-"""The model's last layer, where it is not Megatron's own.
+"""The model's last layer, left out: hidden states instead of logits (`student.loss_head: fused`).
 
-`student.loss_head: fused` leaves it out: the loss takes the LM head tile by tile
-(`mopd.kernels.fused_head`), and no tensor of the vocabulary's width is ever made.
-`student.fp32_head` makes its logits in float32.
+The loss then takes the LM head tile by tile (`mopd.kernels.fused_head`), and no tensor of the
+vocabulary's width is ever made.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -30,24 +28,6 @@ def emit_hidden_states(model: Any) -> None:
         if layer.sequence_parallel:
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH)
         return hidden_SBH, None
-
-    layer.forward = forward
-
-
-def emit_float32_logits(model: Any) -> None:
-    """Make the last layer's product and its logits float32, whatever the weights are kept in
-    (MiniMax-M1, arXiv 2506.13585: train-rollout correlation of probabilities .987 -> .997)."""
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-    layer = model.output_layer
-
-    def forward(
-        hidden_SBH: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
-    ) -> tuple[Tensor, None]:
-        if layer.sequence_parallel:
-            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH)
-        weight_VH = layer.weight if weight is None else weight
-        return F.linear(hidden_SBH.float(), weight_VH.float()), None
 
     layer.forward = forward
 

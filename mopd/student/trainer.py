@@ -11,12 +11,15 @@ import gc
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mopd.config.objective import ObjectiveConfig
@@ -34,6 +37,7 @@ from mopd.student import (
     planning,
     routing,
 )
+from mopd.student.critic import Critic
 from mopd.student.families import family_of
 from mopd.student.files import write_tensors
 from mopd.student.loss_head import LossHead, Update
@@ -45,6 +49,21 @@ from mopd.student.teacher_models import TeacherModels
 from mopd.student.token_scores import TokenScorer, VocabularyShard
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
 from mopd.types import TrainSample
+
+CRITIC = "critic.safetensors"
+"""The value head's file in a checkpoint."""
+
+
+@dataclass
+class _Before:
+    """Of a step, before its first update, by sample id; [R] each."""
+
+    old: dict[str, list[float]] | None = None
+    """log pi_old; None where the first update is the only one."""
+    advantages: dict[str, list[float]] | None = None
+    """A critic's; None without one."""
+    returns: dict[str, list[float]] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class StudentRank:
@@ -149,6 +168,16 @@ class StudentRank:
         self._dp, self._dp_rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
         # One rank of each data-parallel share speaks for it when results are added up.
         self._speaks = self._last_stage and ps.get_tensor_model_parallel_rank() == 0
+        self._critic: Critic | None = None
+        if self.objective.orm.estimator == "ppo_gae":
+            self._critic = Critic(
+                self.model.config.hidden_size,
+                self.objective.orm,
+                device=self.device,
+                speaks=self._speaks,
+            )
+            if self._last_stage:
+                self._critic.watch(self.model)
 
     def _loss_head(self, shard: VocabularyShard) -> LossHead:
         """Call after the DDP wrap: the last layer's weight is then where gradients are summed."""
@@ -156,8 +185,6 @@ class StudentRank:
         dtype = model.DTYPES[config.dtype]
         if self._last_stage and fused:
             output_head.emit_hidden_states(self.model)
-        elif self._last_stage and config.fp32_head:
-            output_head.emit_float32_logits(self.model)
         teachers = None
         if self._last_stage and self.objective.teacher.signal == "full":
             teachers = TeacherModels(
@@ -220,14 +247,14 @@ class StudentRank:
             )
         lr = learning_rate(step_index, self.config.optimizer, self.total_steps)
         parts = batching.updates(samples, self.epochs, self.minibatches)
-        old = self._old_logprobs(samples) if len(parts) > 1 else None
+        before = self._before(samples, len(parts))
         sums = torch.zeros(len(self.domains), len(SUM_COLUMNS), dtype=torch.float64)
         losses, norms = [], []
         for number, part in enumerate(parts, 1):
             where = f"step {step_index}"
             if len(parts) > 1:
                 where += f", update {number} of {len(parts)}"
-            loss, part_sums = self._forward_backward(part, old)
+            loss, part_sums = self._forward_backward(part, before)
             if not math.isfinite(loss):
                 raise ModelError(
                     f"{where}: the loss is {loss}; this update was not made. Look for extreme "
@@ -235,6 +262,8 @@ class StudentRank:
                 )
             kept = float(part_sums[:, SUM_COLUMNS.index("kept")].sum())
             norms.append(self._optimizer.step(lr, where) if kept else 0.0)
+            if self._critic is not None:
+                self._critic.step()
             losses.append(loss)
             sums += part_sums
         return {
@@ -243,26 +272,31 @@ class StudentRank:
             "grad_norm": sum(norms) / max(len(norms), 1),
             "lr": lr,
             "updates": float(len(parts)),
+            **before.metrics,
         }
 
-    def _old_logprobs(self, samples: Sequence[TrainSample]) -> dict[str, list[float]]:
-        """sample id -> log pi of its response under the weights of now, as the loss takes it."""
-        values = self.logprobs(
-            [(s.prompt_ids, s.response_ids) for s in samples],
-            self.temperature,
-            whole_head=False,
-            samples=samples,
-        )
-        return {s.sample_id: v for s, v in zip(samples, values, strict=True)}
+    def _before(self, samples: Sequence[TrainSample], updates: int) -> _Before:
+        """What the updates of a step need from the student as it is before the first of them."""
+        sequences = [(s.prompt_ids, s.response_ids) for s in samples]
+        before = _Before()
+        if updates > 1:
+            values = self.logprobs(sequences, self.temperature, whole_head=False, samples=samples)
+            before.old = {s.sample_id: v for s, v in zip(samples, values, strict=True)}
+        if self._critic is not None:
+            critic = self._critic
+            values = self._per_token(sequences, lambda batch, _: critic.values(batch.rows), samples)
+            before.advantages, before.returns, before.metrics = critic.advantages(samples, values)
+        return before
 
     def _forward_backward(
-        self, samples: Sequence[TrainSample], old: Mapping[str, Sequence[float]] | None = None
+        self, samples: Sequence[TrainSample], before: _Before | None = None
     ) -> tuple[float, Tensor]:
         """Fill the gradient buffers; returns the update's loss and domain sums, on all ranks.
 
-        old: sample id -> log pi_old, where this is not the batch's only update.
+        before: of the whole step; None for its only update, without a critic.
         """
-        update = Update.of(samples, old)
+        before = before or _Before()
+        update = Update.of(samples, before.old, before.advantages)
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         sequences = [(s.prompt_ids, s.response_ids) for s in samples]
@@ -276,6 +310,13 @@ class StudentRank:
 
         def loss_of(batch: Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             loss, sums = self._head.loss(batch.rows, batch.samples, logits_BSV, update)
+            if self._critic is not None:
+                returns_BR, mask_BR = batching.pad_responses(
+                    [None if s is None else before.returns.get(s.sample_id) for s in batch.samples],
+                    batch.rows.response_shape[1],
+                    self.device,
+                )
+                self._critic.accumulate(batch.rows, returns_BR, mask_BR, update.totals.tokens)
             # A fresh tensor: the schedule divides in place what it is given.
             return loss * undo, {"total": torch.cat([loss.detach().double().view(1), sums])}
 
@@ -328,26 +369,38 @@ class StudentRank:
         whole_head: normalise over every row of the checkpoint's head, as an inference engine
             does; else over the tokenizer's ids, as training does.
         """
+        vocabulary = self.family.vocabulary if whole_head else self.valid_vocab
+        scorer = self._head.scorer
+        return self._per_token(
+            sequences,
+            lambda batch, out: scorer.logprobs(batch.rows, out, temperature, vocabulary)[0],
+            samples,
+        )
+
+    def _per_token(
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+        read: Callable[[Microbatch, Tensor], Tensor],
+        samples: Sequence[TrainSample] | None = None,
+    ) -> list[list[float]]:
+        """[R] numbers of each sequence's response tokens: what `read` makes of each micro-batch's
+        output, [N] in the order of its sequences, on the last stage."""
         offsets = [0]
         for _, response in sequences:
             offsets.append(offsets[-1] + len(response))
-        vocabulary = self.family.vocabulary if whole_head else self.valid_vocab
         plans = self._plan(sequences)
         values = torch.zeros(offsets[-1], dtype=torch.float32, device=self.device)
 
-        def read(batch: Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            logprobs_N, _ = self._head.scorer.logprobs(
-                batch.rows, logits_BSV, temperature, vocabulary
-            )
-            return logits_BSV.new_zeros(()), {"logprobs": logprobs_N}
+        def keep(batch: Microbatch, output_BSX: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return output_BSX.new_zeros(()), {"values": read(batch, output_BSX)}
 
         with torch.no_grad():
-            outs = self._run(sequences, plans, samples, read, forward_only=True)
+            outs = self._run(sequences, plans, samples, keep, forward_only=True)
         if self._speaks:
             for plan, out in zip(plans, outs, strict=True):
                 mine = [i for i in plan.rows[self._dp_rank] if i is not None]
                 places = [p for i in mine for p in range(offsets[i], offsets[i + 1])]
-                values[torch.tensor(places, dtype=torch.long)] = out["logprobs"]
+                values[torch.tensor(places, dtype=torch.long)] = out["values"]
         dist.all_reduce(values)
         flat = values.tolist()
         return [flat[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
@@ -400,6 +453,7 @@ class StudentRank:
             self._optimizer,
             self._main_parameters(),
             self._identity(),
+            {} if self._critic is None else {CRITIC: self._critic.state_dict()},
         )
 
     def load(self, directory: str | Path) -> None:
@@ -412,6 +466,15 @@ class StudentRank:
             self._identity(),
             self.family.shapes(),
         )
+        if self._critic is not None:
+            try:
+                state = load_file(Path(directory) / CRITIC)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(
+                    f"{directory}: its {CRITIC} cannot be read ({error}); the objective has a "
+                    "critic. Resume with the objective it was written with."
+                ) from error
+            self._critic.load_state_dict(state)
 
     # -- small helpers ------------------------------------------------------------------------
 
@@ -427,6 +490,7 @@ class StudentRank:
         return {
             "model_type": self.family.hf.model_type,
             "frozen_routers": self.config.freeze_routers,
+            "critic": self._critic is not None,
         }
 
     def close(self) -> None:

@@ -115,10 +115,12 @@ def student_gradients(
     c: Context, kind: str, samples: list[TrainSample], old: Any = None, **options: Any
 ) -> Any:
     """(loss, gradients by name) of a student made by `options`."""
+    from mopd.student.trainer import _Before
+
     folders = {domain: c.folder / teacher for domain, teacher in TEACHERS.items()}
     rest = {"teacher_folders": folders}
     student = c.student(kind, temperature=TEMPERATURE, rest=rest, **options)
-    loss, _ = student._forward_backward(samples, old)
+    loss, _ = student._forward_backward(samples, _Before(old=old))
     gradients = student.gradients()
     student.close()
     return loss, gradients
@@ -307,28 +309,89 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def layouts_give_the_same_gradients(c: Context) -> None:
+JUDGED = [
+    replace(s, reward=float(i % 2) if i else None, reward_weight=0.5)
+    for i, s in enumerate(SAMPLES_BY_PROMPT)
+]
+WITH_CRITIC = {
+    "objective": {
+        "teacher": {"weight": 0.0},
+        "orm": {"estimator": "ppo_gae", "critic_lr": 0.05, "gae_lambda": 0.5},
+        "loss": {"name": "ppo"},
+    },
+    "rest": {"epochs": 2},
+}
+
+
+@alone
+def a_critic_goes_towards_its_returns(c: Context) -> None:
+    student = c.student("moe", world=1, **WITH_CRITIC)
+    rows = [student.step(JUDGED, step) for step in range(3)]
+    student.save(c.folder / "critic")
+    rows.append(student.step(JUDGED, 3))
+    student.close()
+    returns = [  # V = 0 at first, so that R_t = lambda^(T - 1 - t) r
+        s.reward * 0.5 ** (len(s.response_ids) - 1 - t)
+        for s in JUDGED
+        if s.reward is not None
+        for t in range(len(s.response_ids))
+    ]
+    expected = sum(r * r for r in returns) / 2 / len(returns)
+    assert rows[0]["value_loss"] == pytest.approx(expected, rel=1e-5)
+    assert rows[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[3]["value_loss"] < 0.7 * rows[0]["value_loss"]
+    c.kept["critic"] = rows
+
+
+@alone
+def one_process_is_the_reference(c: Context) -> None:
+    c.kept["variants"] = {
+        name: student_gradients(c, "moe", WEIGHTED, world=1, **options)
+        for name, options in VARIANTS.items()
+    }
+
+
+WEIGHTED = [replace(s, weight=1.0 + 0.5 * (i % 2)) for i, s in enumerate(SAMPLES_BY_PROMPT)]
+LAYOUTS: list[dict[str, int]] = [{"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}]
+
+
+def from_rank_zero(c: Context, key: str) -> Any:
+    """What rank 0 kept when it was alone; the two meet here for good."""
     import torch.distributed as dist
 
-    samples = [replace(s, weight=1.0 + 0.5 * (i % 2)) for i, s in enumerate(SAMPLES_BY_PROMPT)]
-    box: list[Any] = [None]
-    if c.rank == 0:  # as one process, before the two meet
-        box = [
-            {
-                name: student_gradients(c, "moe", samples, world=1, **options)
-                for name, options in VARIANTS.items()
-            }
-        ]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{c.folder}/meet", rank=c.rank, world_size=c.world
-    )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo", init_method=f"file://{c.folder}/meet", rank=c.rank, world_size=c.world
+        )
+    box: list[Any] = [c.kept.get(key)]
     dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def layouts_give_the_same_gradients(c: Context) -> None:
+    reference = from_rank_zero(c, "variants")
     for name, options in VARIANTS.items():
-        for layout in ({"tp": 2}, {"dp": 2, "ep": 2}, {"pp": 2}):
+        for layout in LAYOUTS:
             got = student_gradients(
-                c, "moe", samples, parallel=layout, micro_batch_size=2, **options
+                c, "moe", WEIGHTED, parallel=layout, micro_batch_size=2, **options
             )
-            require_same(got, box[0][name], (name, layout), tolerance=1e-5)
+            require_same(got, reference[name], (name, layout), tolerance=1e-5)
+
+
+def a_critic_is_the_same_at_every_layout_and_resumes(c: Context) -> None:
+    reference = from_rank_zero(c, "critic")
+
+    def require_equal(got: Any, wanted: Any, what: object) -> None:
+        for key in ("loss", "grad_norm", "value_loss", "explained_variance"):
+            assert got[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6), (what, key)
+
+    for layout in LAYOUTS:
+        student = c.student("moe", parallel=layout, **WITH_CRITIC)
+        for step in range(2):
+            require_equal(student.step(JUDGED, step), reference[step], (layout, step))
+        student.load(c.folder / "critic")
+        require_equal(student.step(JUDGED, 3), reference[3], (layout, "resumed"))
+        student.close()
 
 
 CASES = [
@@ -338,7 +401,10 @@ CASES = [
     ratios_are_to_the_batchs_start,
     c29_the_fused_head_gives_the_same_step,
     several_updates_a_batch,
+    a_critic_goes_towards_its_returns,
+    one_process_is_the_reference,
     layouts_give_the_same_gradients,
+    a_critic_is_the_same_at_every_layout_and_resumes,
 ]
 
 

@@ -136,3 +136,15 @@ def test_the_running_baseline_is_saved_and_goes_on() -> None:
     after = [sample(0, True), sample(1, True)]
     assert resumed.samples(after, 1)[0] == straight.samples(after, 1)[0]
     assert advantages(Credit(made).samples(after, 1)[0]) == [0.0, 0.0]  # without it: not the same
+
+
+def test_a_critic_is_given_rewards_not_advantages() -> None:
+    made = config(orm__estimator="ppo_gae", orm__alpha=0.5, teacher__weight=0.0)
+    made.domains["math"].alpha = None
+    credit = Credit(made)
+    kept, _ = credit.samples([sample(0, True), sample(1, False), sample(2, None)], 0)
+    assert [(s.reward, s.reward_weight, s.orm_advantage) for s in kept] == [
+        (1.0, 0.5, 0.0),
+        (0.0, 0.5, 0.0),
+    ]
+    credit.load_state_dict(json.loads(json.dumps(credit.state_dict())))

@@ -139,7 +139,7 @@ def test_names_are_those_that_are_built() -> None:
     from mopd.objective.truncation import TRUNCATIONS
 
     assert set(VERIFIER_NAMES) == set(VERIFIERS)
-    assert set(names.ESTIMATORS) == {*ORM_ESTIMATORS, "reinforce"}  # which keeps a state
+    assert set(names.ESTIMATORS) == {*ORM_ESTIMATORS, "reinforce", "ppo_gae"}
     assert set(names.AGGREGATIONS) == set(SEQUENCE_WEIGHTS)
     assert set(names.POLICY_LOSS_SPECS) == set(POLICY_LOSSES)
     assert set(names.TRUNCATION_BOUNDS) == set(TRUNCATIONS)

@@ -140,7 +140,7 @@ def test_refused_with_the_reason(loaded: Load, overrides: Sequence[str], says: s
         ["objective.kl={kind: k2, weight: 0.1, reference: math_rl}"],
         ["objective.loss={name: gspo}", "objective.truncation={kind: seq_mask}"],
         ["objective.balance={kind: gap, targets: {math: 1, code: 3}}"],
-        ["student.loss_head=fused", "student.fp32_head=true"],
+        ["student.loss_head=fused"],
     ],
 )
 def test_accepted(loaded: Load, overrides: Sequence[str]) -> None:
