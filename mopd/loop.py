@@ -81,6 +81,8 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
         metrics |= reward_metrics(batch.scored) | batch.metrics() | parts.prompts.metrics()
         metrics |= {"samples": float(len(samples))} | timer.metrics()
         parts.observer.step(step + 1, metrics, batch.scored)
+        for text in parts.prompts.take_warnings():
+            parts.observer.warn(text)
 
         done = step + 1
         last = done == train_config.steps or parts.stop_requested()

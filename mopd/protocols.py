@@ -131,6 +131,10 @@ class PromptSource(Protocol):
         """What the sampling rules are doing."""
         ...
 
+    def take_warnings(self) -> list[str]:
+        """What the user should be told since the last call."""
+        ...
+
 
 class Observer(Protocol):
     """Whoever watches the run: display, metrics files, transcripts."""

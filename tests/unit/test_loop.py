@@ -38,7 +38,10 @@ class FakePrompts:
         self.recorded.append((prompt_id, passed, judged))
 
     def metrics(self) -> dict[str, float]:
-        return {}
+        return {"prompts/math/retired": 1.0}
+
+    def take_warnings(self) -> list[str]:
+        return ["all retired"] if self.drawn == 1 else []
 
 
 class FakeRollouts:
@@ -120,6 +123,7 @@ class FakeEvaluator:
 class FakeObserver:
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
+        self.warned: list[str] = []
 
     def stage(self, name: str) -> None: ...
 
@@ -128,7 +132,8 @@ class FakeObserver:
     ) -> None:
         self.metrics.append(dict(metrics))
 
-    def warn(self, text: str) -> None: ...
+    def warn(self, text: str) -> None:
+        self.warned.append(text)
 
 
 def run(
@@ -149,6 +154,7 @@ def run(
     config.train.checkpoint_every = train_config.get("checkpoint_every", 0)
     config.evaluation.every = train_config.get("evaluate_every", 0)
     config.objective.orm.alpha = alpha
+    config.train.sampling.dynamic_rounds = train_config.get("dynamic_rounds", 0)
     config.failures.max_masked_fraction = config.failures.max_verifier_failures = budget
     saved: list[int] = []
 
@@ -246,3 +252,37 @@ def test_a_requested_stop_ends_after_the_step_in_hand_and_saves_it() -> None:
     parts, done, saved = run(steps=5, stop_after=2)
     assert (done, saved) == (2, [2])
     assert Counter(parts.sync.versions) == Counter([1, 2])  # type: ignore[attr-defined]
+
+
+def test_dynamic_sampling_replaces_flat_groups_by_the_same_domain_and_is_capped() -> None:
+    """Groups: math/0 and math/1 answered all wrong, code/0 differs; the fresh ones stay flat."""
+    rewards = {"0:1:code/0:0": 1}
+    parts, _, _ = run(group=2, alpha=1.0, rewards=rewards, dynamic_rounds=2)
+    assert parts.prompts.more == [("math", 2), ("math", 2)]  # type: ignore[attr-defined]
+    (batch,) = parts.student.batches  # type: ignore[attr-defined]
+    # Two rounds replaced the two math groups; what the last round drew stays, ids still unique.
+    assert [s.sample_id for s in batch] == [
+        f"0:{place}:{prompt}:{k}"
+        for place, prompt in ((1, "code/0"), (5, "math/0"), (6, "math/0"))
+        for k in range(2)
+    ]
+    (metrics,) = parts.observer.metrics  # type: ignore[attr-defined]
+    assert metrics["sampling/rounds"] == 2 and metrics["sampling/replaced_groups"] == 4
+
+
+def test_dynamic_sampling_stops_when_every_group_differs() -> None:
+    rewards = {f"0:{place}:{prompt}:0": 1 for place, prompt in enumerate(("math/0", "code/0"))}
+    parts, _, _ = run(group=2, rewards=rewards | {"0:2:math/1:1": 1}, dynamic_rounds=3)
+    assert parts.prompts.more == []  # type: ignore[attr-defined]
+
+
+def test_the_prompt_source_is_told_of_every_verdict_and_its_warnings_reach_the_user() -> None:
+    rewards = {"0:0:math/0:0": 1, "0:2:math/1:1": "timeout"}
+    parts, _, _ = run(group=2, rewards=rewards)
+    assert parts.prompts.recorded == [  # type: ignore[attr-defined]
+        ("math/0", 1, 2),
+        ("code/0", 0, 2),
+        ("math/1", 0, 1),
+    ]
+    assert parts.observer.warned == ["all retired"]  # type: ignore[attr-defined]
+    assert parts.observer.metrics[0]["prompts/math/retired"] == 1.0  # type: ignore[attr-defined]
