@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,14 @@ from mopd.config.load import save_config
 from mopd.config.objective_needs import support_of, teacher_top_k
 from mopd.credit import Credit
 from mopd.errors import ConfigError
+from mopd.evaluating.best_student import BestStudent, StoppedEarly, ended_early
+from mopd.evaluating.training_end import conclude_training
 from mopd.evaluation.beforehand import teacher_warnings, verifier_warnings
 from mopd.evaluation.evaluators import HeldOutEvaluator
 from mopd.evaluation.items import Answers
+from mopd.evaluation.outcome import EVALUATION, FINAL_ANSWERS, RETENTION, SAMPLES
 from mopd.evaluation.report import write_report
-from mopd.evaluation.retention import build_retention, write_retention
+from mopd.evaluation.selection import Selection
 from mopd.loop import Parts, train
 from mopd.observe.metrics import MetricsWriter
 from mopd.observe.progress import Progress
@@ -43,6 +47,8 @@ from mopd.runtime.teacher_fleet import TeacherFleet
 from mopd.stopping import LeavableEvaluation, StopOnSignal, StoppedInEvaluation
 from mopd.types import ScoredSample
 from mopd.weight_sync.publish import VerifiedWeightSync, transfer_directory
+
+RECENT_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,10 @@ def run_training(prepared: Prepared, progress: Progress) -> Outcome:
 def _run_in(
     prepared: Prepared, progress: Progress, run_dir: Path, checkpoint: Checkpoint | None
 ) -> Outcome:
-    result = run_dir / "retention.json"
-    if checkpoint and checkpoint.step >= prepared.config.train.steps and result.exists():
+    result = run_dir / RETENTION
+    early = ended_early(run_dir) if prepared.config.evaluation.patience else None
+    finished = checkpoint and checkpoint.step in (early, prepared.config.train.steps)
+    if checkpoint and finished and result.exists():
         progress.note(f"{run_dir} is finished; overwrite=true runs it again, more train.steps on")
         retention = json.loads(result.read_text())
         return Outcome(run_dir, checkpoint.step, retention, write_report(run_dir))
@@ -85,7 +93,8 @@ def _run_in(
             f"train.steps is {prepared.config.train.steps}, but {checkpoint.path} has "
             f"{checkpoint.step} steps already; give at least as many"
         )
-    result.unlink(missing_ok=True)  # of fewer steps than this run will have
+    for name in (RETENTION, EVALUATION, FINAL_ANSWERS, SAMPLES):
+        (run_dir / name).unlink(missing_ok=True)  # of fewer steps than this run will have
     save_config(prepared.config, run_dir / "config.yaml")
     write_versions(run_dir)
     remove_stale_weights(transfer_directory())
@@ -135,6 +144,7 @@ class System:
             max_logprob_error=self._config.weight_sync.max_logprob_error,
         )
         self._mixture = prepared.mixture()
+        self._recent: Collection[Mapping[str, float]] = ()
         self._credit = Credit(prepared.config)
 
     @classmethod
@@ -246,39 +256,68 @@ class System:
                 await self._student.load(checkpoint.student)
                 await self._sync.publish(version=first_step)
 
+            best = self._best_student(evaluator, base, teacher)
+            best.begin(first_step)
             progress.begin(first_step)
             stop.finish_step_first = True
             observer = RunObserver(progress, metrics, transcripts, self._teachers, self._prepared)
-            leavable = LeavableEvaluation(evaluator, stop)
+            self._recent = observer.recent
+            leavable = LeavableEvaluation(best, stop)
             parts = self.parts(leavable, observer, lambda: stop.requested)
+            early = False
             try:
                 done = await train(parts, config, first_step)
-            except StoppedInEvaluation as stopped:
-                done = stopped.step
+            except (StoppedInEvaluation, StoppedEarly) as stopped:
+                done, early = stopped.step, isinstance(stopped, StoppedEarly)
                 progress.stage("checkpoint")
                 await self._checkpoint(done)
             stop.finish_step_first = False
-            if done == config.train.steps:
+            finished = early or done == config.train.steps
+            if finished:
                 progress.stage("evaluate student")
                 student = await evaluator.student_answers(done)
-        if done < config.train.steps:
+        if not finished:
             progress.note(
                 f"stopped after step {done} of {config.train.steps}, saved; the same command with "
                 "resume=true goes on from there"
             )
             return Outcome(self._run_dir, done, None, write_report(self._run_dir))
-        retention = build_retention(
-            {"base": base, "teacher": teacher, "student": student},
-            replicates=config.evaluation.bootstrap,
-            seed=config.evaluation.seed,
-            majority=self._prepared.majority(),
-            without_teacher=list(config.evaluation.general),
-            domains=self._prepared.domain_sets(),
-        )
-        write_retention(retention, self._run_dir / "retention.json")
         progress.stage("save student")
         await self._student.save_hf(self._run_dir / "student")
+        better = best.finish(done, student, early=early)
+        if better is not None:
+            progress.warn(better)
+        retention = await conclude_training(
+            self._prepared,
+            self._run_dir,
+            base=base,
+            teacher=teacher,
+            student=student,
+            rollouts=self._engines,
+            teachers=self._teachers,
+        )
         return Outcome(self._run_dir, done, retention, write_report(self._run_dir))
+
+    def _best_student(
+        self, evaluator: HeldOutEvaluator, base: Answers, teacher: Answers
+    ) -> BestStudent:
+        config, progress = self._config, self._progress
+        return BestStudent(
+            evaluator,
+            Selection(
+                config.evaluation.keep_best,
+                config.evaluation.patience,
+                self._prepared.domain_sets(),
+                base,
+                teacher,
+            ),
+            self._run_dir,
+            save=self._student.save_hf,
+            warn=progress.warn,
+            note=progress.note,
+            recent=lambda: list(self._recent),
+            weights={name: domain.weight for name, domain in config.domains.items()},
+        )
 
     def _first_warnings(self, base: Answers, teacher: Answers) -> list[str]:
         """What base and teachers say of the run before its first step."""
@@ -338,6 +377,8 @@ class RunObserver:
     ) -> None:
         self._progress, self._metrics, self._transcripts = progress, metrics, transcripts
         self._teachers, self._prepared = teachers, prepared
+        self.recent: deque[Mapping[str, float]] = deque(maxlen=RECENT_STEPS)
+        """The last steps' metrics, for whoever looks out for starving domains."""
 
     def stage(self, name: str) -> None:
         self._progress.stage(name)
@@ -347,6 +388,7 @@ class RunObserver:
     ) -> None:
         everything = dict(metrics) | self._teachers.metrics()
         self._metrics.write(step, everything)
+        self.recent.append(everything)
         self._progress.step(step, everything)
         for sample in samples:
             if self._transcripts.wants(step, sample.rollout.prompt.domain):

@@ -179,11 +179,16 @@ class HeldOutEvaluator:
             )
         partial.rename(path)
 
+    def recorded_steps(self) -> list[int]:
+        """Steps after which the student was evaluated, in order."""
+        files = (self._run_dir / "answers").glob("student-*.json")
+        return sorted(int(path.stem.rpartition("-")[2]) for path in files)
+
     def forget_after(self, step: int) -> None:
         """Drop the student's records past `step`: a resumed run makes those steps anew."""
-        for path in (self._run_dir / "answers").glob("student-*.json"):
-            if int(path.stem.rpartition("-")[2]) > step:
-                path.unlink()
+        for recorded in self.recorded_steps():
+            if recorded > step:
+                self._path("student", recorded).unlink()
 
 
 def label_of(who: str, step: int) -> str:

@@ -160,37 +160,41 @@ def _change(
 
 
 STARVING = 0.25
-"""Share of its prompt share below which a domain's share of the gradient's tokens is too small."""
+"""A domain whose part of the gradient is below this share of its part of the prompts starves."""
 
 
 def starvation_warnings(
-    metrics: Sequence[Mapping[str, float]], weights: Mapping[str, float]
+    metrics: Sequence[Mapping[str, float | None]], weights: Mapping[str, float]
 ) -> list[str]:
-    """Domains that got far fewer of the trained tokens than of the prompts, while they lag.
+    """Domains that hardly move the student although they are as far from their teacher as others.
 
-    Under a token mean such a domain hardly trains (Open-MOPD: 20 % of the prompts, 1 % of the
-    gradient's tokens, 36 % of the headroom captured); under a sequence mean it does.
+    Under a token mean a domain of short answers does not train (Open-MOPD: 20 % of the prompts, 1 %
+    of the gradient, 36 % of the headroom captured).
 
     Args:
-        metrics: the last steps' ``domain/NAME/tokens`` and ``domain/NAME/reverse_kl``.
+        metrics: the last steps' ``domain/NAME/gradient_share`` and ``domain/NAME/reverse_kl``.
         weights: domain -> share of the prompts drawn, not normalised.
     """
-    tokens = {d: math.fsum(m.get(f"domain/{d}/tokens") or 0.0 for m in metrics) for d in weights}
-    total, drawn = math.fsum(tokens.values()), math.fsum(weights.values())
-    if total <= 0 or drawn <= 0:
+
+    def mean(domain: str, key: str) -> float | None:
+        values = [m.get(f"domain/{domain}/{key}") for m in metrics]
+        known = [v for v in values if v is not None]
+        return math.fsum(known) / len(known) if known else None
+
+    drawn = math.fsum(weights.values())
+    shares = {d: mean(d, "gradient_share") for d, weight in weights.items() if weight > 0}
+    gaps = {d: gap for d in shares if (gap := mean(d, "reverse_kl")) is not None}
+    if len(gaps) < 2 or not math.fsum(s or 0.0 for s in shares.values()):
         return []
-    gaps = {
-        d: math.fsum(m.get(f"domain/{d}/reverse_kl") or 0.0 for m in metrics) / len(metrics)
-        for d in weights
-    }
-    middle = sorted(gaps.values())[len(gaps) // 2]
+    # Of the others: a domain must not set the bar that it is held to.
     lines = []
-    for name, weight in weights.items():
-        share, meant = tokens[name] / total, weight / drawn
-        if weight > 0 and share < STARVING * meant and gaps[name] >= middle:
+    for name, gap in gaps.items():
+        others = [other for domain, other in gaps.items() if domain != name]
+        share, meant = shares[name] or 0.0, weights[name] / drawn
+        if share < STARVING * meant and gap >= sorted(others)[len(others) // 2]:
             lines.append(
-                f"{name}: starves: {meant:.0%} of the prompts but {share:.1%} of the trained "
-                f"tokens, and its gap to the teacher ({gaps[name]:.3f} nats a token) is not "
-                "smaller than the others'; balance the domains or average over sequences"
+                f"{name}: starves: {meant:.0%} of the prompts but {share:.1%} of the gradient, and "
+                f"its gap to the teacher ({gap:.3f} nats a token) is not smaller than the others'; "
+                "balance the domains, or average over sequences instead of tokens"
             )
     return lines

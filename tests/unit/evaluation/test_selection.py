@@ -72,15 +72,16 @@ def test_forgetting_is_told_only_where_it_is_clear():
 
 
 def metrics(**shares: tuple[float, float]) -> list[dict[str, float]]:
-    one = {f"domain/{d}/tokens": t for d, (t, _) in shares.items()}
+    one = {f"domain/{d}/gradient_share": s for d, (s, _) in shares.items()}
     return [one | {f"domain/{d}/reverse_kl": k for d, (_, k) in shares.items()}] * 3
 
 
 def test_a_domain_of_short_answers_that_lags_starves():
     weights = {"short": 1.0, "long": 1.0}
-    (line,) = starvation_warnings(metrics(short=(4, 0.5), long=(400, 0.1)), weights)
-    assert "short: starves: 50% of the prompts but 1.0% of the trained tokens" in line
-    # Short answers alone are no harm: this domain has nothing left to learn.
-    assert starvation_warnings(metrics(short=(4, 0.01), long=(400, 0.1)), weights) == []
-    assert starvation_warnings(metrics(short=(180, 0.5), long=(220, 0.1)), weights) == []
+    (line,) = starvation_warnings(metrics(short=(0.01, 0.5), long=(0.99, 0.1)), weights)
+    assert "short: starves: 50% of the prompts but 1.0% of the gradient" in line
+    # A small share alone is no harm: this domain has nothing left to learn.
+    assert starvation_warnings(metrics(short=(0.01, 0.01), long=(0.99, 0.1)), weights) == []
+    assert starvation_warnings(metrics(short=(0.4, 0.5), long=(0.6, 0.1)), weights) == []
     assert starvation_warnings([], weights) == []
+    assert starvation_warnings(metrics(short=(0.0, 0.5)), {"short": 1.0}) == []
