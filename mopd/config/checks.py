@@ -392,6 +392,12 @@ def _teachers(config: Config) -> Iterator[str]:
     defaults = TeacherConfig()
     for name, teacher in config.teachers.items():
         key = f"teachers.{name}"
+        if name == "self" and (teacher.endpoints or teacher.model != config.student.model):
+            got = teacher.endpoints or teacher.model
+            yield (
+                f"{key} is the frozen student: its model is student.model "
+                f"({config.student.model}), got {got}; leave model out, or take another name"
+            )
         if not teacher.endpoints:
             if not teacher.model:
                 yield (

@@ -26,6 +26,9 @@ from mopd.config.schema import Config, PromptsConfig, TeacherConfig, VerifierCon
 from mopd.config.wording import kind_of, listed, nearest
 from mopd.errors import ConfigError
 
+SELF = "self"
+"""A domain's `teacher` that needs no entry in `teachers`."""
+
 SHORTHANDS: dict[type, str] = {PromptsConfig: "jsonl", VerifierConfig: "name"}
 """A plain text where one of these is expected means this field of it, and nothing else set."""
 
@@ -84,7 +87,17 @@ def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'configuration'}: {_first_line(error)}") from error
     assert isinstance(config, Config)
+    _fill_in_self(config)
     return config
+
+
+def _fill_in_self(config: Config) -> None:
+    """The teacher `self` is the student as it starts, frozen: its checkpoint, in its type."""
+    if any(domain.teacher == SELF for domain in config.domains.values()):
+        config.teachers.setdefault(SELF, TeacherConfig(dtype=config.student.dtype))
+    own = config.teachers.get(SELF)
+    if own is not None and own.model is None and not own.endpoints:
+        own.model = config.student.model
 
 
 def save_config(config: Config, path: str | Path) -> None:
