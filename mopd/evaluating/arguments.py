@@ -22,5 +22,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="a further model to compare, a folder or a URL; may be given several times",
     )
     command.add_argument(
+        "--baselines",
+        action="store_true",
+        help="also merge the teachers (weight average; task arithmetic, its scale chosen on "
+        "training prompts) and evaluate the results",
+    )
+    command.add_argument(
         "--out", type=Path, metavar="DIR", help="where results go; without it the run's folder"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from mopd.build import Prepared
 from mopd.config.schema import Config
 from mopd.errors import ConfigError
+from mopd.evaluating.baselines import merged_baselines
 from mopd.evaluating.run import EvaluationOutcome, run_evaluation
 from mopd.evaluation.tables import retention_notes, retention_table, score_table
 from mopd.observe.progress import Progress
@@ -74,9 +75,13 @@ def evaluate_command(arguments: argparse.Namespace, prepared: Prepared) -> int:
     with Progress(1, list(config.domains), plain=True if arguments.plain else None) as progress:
         if student is None:
             progress.note("no student is evaluated: base and teachers alone")
-        outcome = run_evaluation(
-            prepared, progress, out_dir, student=student, others=further_models(arguments.model)
-        )
+        others = further_models(arguments.model)
+        if arguments.baselines:
+            merged, reasons = merged_baselines(prepared, progress, out_dir / "baselines")
+            for text in reasons:
+                progress.warn(text)
+            others |= merged
+        outcome = run_evaluation(prepared, progress, out_dir, student=student, others=others)
     show(outcome)
     return 0
 

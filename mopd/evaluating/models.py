@@ -67,7 +67,7 @@ def models_under_test(
     held_out = prepared.held_out()
     folders = teacher_folders(config)
     used = dict.fromkeys(domain.teacher for domain in config.domains.values())
-    base = _own(prepared, "base", "base", Path(config.student.model), held_out)
+    base = model_in_folder(prepared, "base", "base", Path(config.student.model), held_out)
     models = [] if student is None else [_any(prepared, "student", "student", student, warnings)]
     models.append(base)
     for name in used:
@@ -94,7 +94,7 @@ def models_under_test(
             gpus_per_engine=teacher.gpus,
             kv_cache_gib=teacher.kv_cache_gib,
         )
-        own = _own(prepared, label, "teacher", folders[name], held_out)
+        own = model_in_folder(prepared, label, "teacher", folders[name], held_out)
         models.append(replace(own, engine=engine, dtype=teacher.dtype))
         warnings += _template_warnings(prepared, label, own.tokenizer)
     taken = {model.label for model in models}
@@ -108,7 +108,7 @@ def models_under_test(
     return models, warnings
 
 
-def _own(
+def model_in_folder(
     prepared: Prepared,
     label: str,
     role: str,
@@ -117,6 +117,7 @@ def _own(
     tokenizer: Any = None,
     same_tokens: bool = True,
 ) -> ModelUnderTest:
+    """A checkpoint that is served as the run serves its student."""
     return ModelUnderTest(
         label=label,
         role=role,
@@ -163,13 +164,13 @@ def _any(
     tokenizer = load_tokenizer(folder)
     if difference is None:
         warnings += _template_warnings(prepared, label, tokenizer)
-        return _own(prepared, label, role, folder, prepared.held_out(), tokenizer)
+        return model_in_folder(prepared, label, role, folder, prepared.held_out(), tokenizer)
     warnings.append(
         f"{label} ({folder}): its tokenizer is not the student's ({difference}); it is asked in "
         "its own tokens and compared by its answers alone"
     )
     sets = _sets_for(prepared, tokenizer)
-    return _own(prepared, label, role, folder, sets, tokenizer, same_tokens=False)
+    return model_in_folder(prepared, label, role, folder, sets, tokenizer, same_tokens=False)
 
 
 def _sets_for(prepared: Prepared, tokenizer: Any) -> dict[str, Sequence[Prompt]]:

@@ -70,7 +70,7 @@ def test_a_copy_of_the_teacher_keeps_all_and_a_second_report_costs_nothing(
     assert max(map(abs, first["teacher_minus_student"])) < 1e-2
 
     # Nothing may be started now: an engine or Ray would fail here.
-    monkeypatch.setattr("mopd.evaluating.run.ray_cluster", None)
+    monkeypatch.setattr("mopd.evaluating.answers.ray_cluster", None)
     again, kept, said = evaluate(prepared, str(copy))
     assert "every answer is in the cache" in said
     assert kept == retention and again["table"] == table
