@@ -134,7 +134,9 @@ class Progress:
         for name in before:
             if name not in self._waiting:
                 self._print(f"ready: {name} ({duration(now - before[name])})")
-        if set(self._waiting) != set(before) and self._waiting and self._plain:
+        # Parts join one by one within a moment: who joins shows with the next line or heartbeat.
+        news = not before or before.keys() - self._waiting.keys()
+        if news and self._waiting and self._plain:
             self._print(self._waiting_line(self._waiting))
 
     @_guarded

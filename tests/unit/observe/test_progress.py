@@ -94,6 +94,18 @@ def test_waiting_says_for_whom_and_who_became_ready():
     ]
 
 
+def test_parts_that_join_one_by_one_make_one_line():
+    progress, out = plain()
+    with progress:
+        for names in ({"a"}, {"a", "b"}, {"a", "b", "c"}, {"b", "c"}):
+            progress.waiting(names)
+    assert out.getvalue().splitlines() == [
+        "waiting for: a (0 s)",
+        "ready: a (0 s)",
+        "waiting for: b (0 s), c (0 s)",
+    ]
+
+
 def test_silence_is_broken_while_something_is_waited_for():
     progress, out = plain(heartbeat_s=0.1)
     with progress:
