@@ -61,8 +61,9 @@ class Prepared:
         return mixture_of(self.config, self.domains)
 
     def held_out(self) -> dict[str, Sequence[Prompt]]:
-        """Domain or further set -> prompts never trained on."""
-        return {name: data.held_out for name, data in {**self.domains, **self.sets}.items()}
+        """Domain or further set -> prompts never trained on; those without any are left out."""
+        everything = {**self.domains, **self.sets}
+        return {name: data.held_out for name, data in everything.items() if data.held_out}
 
     def domain_of(self, name: str) -> str | None:
         """The domain that a held-out set measures (a domain measures itself); None: a general set,
@@ -71,12 +72,13 @@ class Prepared:
         return benchmark.domain if benchmark else name if name in self.domains else None
 
     def domain_sets(self) -> dict[str, list[str]]:
-        """Domain -> the sets whose mean is its score."""
-        own = {name: [name] for name in self.domains}
+        """Domain -> the sets whose mean is its score; domains without held-out items are left
+        out."""
+        own = {name: [name] if data.held_out else [] for name, data in self.domains.items()}
         for name, benchmark in self.config.evaluation.benchmarks.items():
             assert benchmark.domain is not None
             own[benchmark.domain].append(name)
-        return own
+        return {name: sets for name, sets in own.items() if sets}
 
     def judged(self) -> dict[str, DomainConfig]:
         """Domain or further set -> its prompts' and verifier's configuration."""
@@ -186,6 +188,11 @@ def prepare(config: Config) -> Prepared:
         warnings=(*config_warnings(config), *leak_warnings(domains, sets)),
         sets=sets,
     )
+    if not prepared.domain_sets():
+        raise ConfigError(
+            "no domain has held-out prompts (held_out is 0 everywhere), so that nothing could be "
+            "said of the result; raise domains.NAME.held_out, or add evaluation.benchmarks"
+        )
     check_verifiers(prepared.judged(), {n: d.held_out or d.train for n, d in everything.items()})
     prepared.mixture().require_room(config.train.prompts_per_step)
     return prepared

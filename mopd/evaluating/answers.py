@@ -204,7 +204,7 @@ class Answering:
     def teachers(self) -> dict[str, str]:
         """domain -> its teacher's label."""
         domains = self._config.domains
-        return {name: f"teacher {domain.teacher}" for name, domain in domains.items()}
+        return {name: f"teacher {domains[name].teacher}" for name in self._prepared.domain_sets()}
 
     async def _score(self, work: Work, source: Source) -> None:
         """Logprobs of the student's tokens by this model, once the student has answered."""

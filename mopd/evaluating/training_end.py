@@ -35,7 +35,7 @@ async def conclude_training(
         rollouts: engines that hold the final student.
     """
     config = prepared.config
-    names = {d: f"teacher {domain.teacher}" for d, domain in config.domains.items()}
+    names = {d: f"teacher {config.domains[d].teacher}" for d in prepared.domain_sets()}
     by_teacher: dict[str, Answers] = {}
     for name, items in teacher.items():
         domain = prepared.domain_of(name)

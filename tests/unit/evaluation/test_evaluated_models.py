@@ -1,0 +1,138 @@
+"""Which models an evaluation has, on the demo's checkpoints; nothing is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mopd.build import Prepared, prepare
+from mopd.config.load import load_config
+from mopd.errors import ConfigError, DataError, ModelError
+from mopd.evaluating.command import further_models, result_folder, student_place
+from mopd.evaluating.models import models_under_test
+
+ROOT = Path(__file__).resolve().parents[3]
+WORDS = ("marble", "window", "rocket", "butter", "candle", "pencil")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    rows = [{"prompt": f"back {w}:", "answer": w[::-1]} for w in WORDS]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "general.jsonl").write_text(json.dumps({"prompt": "x:", "answer": "y"}) + "\n")
+    models = "".join(f"  {t}: {{model: demo/models/teacher_{t}}}\n" for t in ("backward", "rotate"))
+    (folder / "run.yaml").write_text(
+        f"""
+name: small
+run_dir: {folder}/runs
+student: {{model: demo/models/base}}
+rollout: {{max_response_tokens: 8}}
+teachers:
+{models}
+domains:
+  backward: {{teacher: backward, prompts: {folder}/rows.jsonl, verifier: exact_match, held_out: 3}}
+evaluation:
+  general: {{common: {{prompts: {folder}/general.jsonl, verifier: exact_match}}}}
+train: {{steps: 1, prompts_per_step: 1, samples_per_prompt: 2}}
+"""
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(folder: Path) -> Prepared:
+    return prepare(load_config([folder / "run.yaml"], ["student.optimizer.warmup_steps=0"]))
+
+
+def test_base_and_the_used_teachers_answer_every_set(prepared: Prepared) -> None:
+    models, warnings = models_under_test(prepared, None, {})
+    assert [m.label for m in models] == ["base", "teacher backward"]  # rotate has no domain
+    assert all(set(m.sets) == {"backward", "common"} for m in models)
+    assert warnings == [] and len({m.fingerprint for m in models}) == 2
+    assert prepared.domain_of("common") is None
+    assert prepared.domain_sets() == {"backward": ["backward"]}
+
+
+def test_a_folder_and_a_url_beside_them(prepared: Prepared, folder: Path) -> None:
+    copy = folder / "copy"
+    shutil.copytree(ROOT / "demo/models/teacher_backward", copy)
+    models, _ = models_under_test(prepared, str(copy), {"api": "http://127.0.0.1:9/v1#served"})
+    by_label = {m.label: m for m in models}
+    assert models[0].label == "student" and by_label["student"].scores
+    assert by_label["student"].fingerprint == by_label["teacher backward"].fingerprint
+    api = by_label["api"]
+    assert not api.scores and api.served == "served" and api.texts is not None
+    assert api.texts[prepared.held_out()["backward"][0].id].startswith("back ")
+
+
+def test_another_tokenizer_is_told_and_asked_in_its_own_tokens(
+    prepared: Prepared, folder: Path
+) -> None:
+    other = folder / "other_tokens"
+    shutil.copytree(ROOT / "demo/models/teacher_rotate", other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    a, b = list(vocab)[65], list(vocab)[66]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    models, warnings = models_under_test(prepared, str(other), {})
+    assert not models[0].scores and "its tokenizer is not the student's" in warnings[0]
+    assert "compared by its answers alone" in warnings[0]
+    own = {p.id for p in prepared.held_out()["backward"]}
+    assert {p.id for p in models[0].sets["backward"]} == own
+
+
+@pytest.mark.parametrize(
+    ("student", "others", "error", "said"),
+    [
+        ("nowhere", {}, ModelError, "student: nowhere does not exist"),
+        (None, {"base": "x"}, ConfigError, "'base' is taken"),
+        (None, {"teacher backward": "x"}, ConfigError, "is taken"),
+    ],
+)
+def test_what_is_no_model_is_refused(prepared: Prepared, student, others, error, said) -> None:
+    with pytest.raises(error, match=said):
+        models_under_test(prepared, student, others)
+
+
+def test_an_evaluation_set_that_is_trained_on_is_refused(folder: Path) -> None:
+    overrides = [
+        "student.optimizer.warmup_steps=0",
+        f"evaluation.general.common.prompts.jsonl={folder}/rows.jsonl",
+    ]
+    with pytest.raises(DataError, match="3 evaluation items are trained on") as found:
+        prepare(load_config([folder / "run.yaml"], overrides))
+    assert "rows.jsonl:" in str(found.value)
+
+
+def test_nothing_held_out_is_refused(folder: Path) -> None:
+    overrides = ["student.optimizer.warmup_steps=0", "domains.backward.held_out=0"]
+    with pytest.raises(ConfigError, match="nothing could be said of the result"):
+        prepare(load_config([folder / "run.yaml"], overrides))
+
+
+def test_items_bounds_a_set(folder: Path) -> None:
+    overrides = ["student.optimizer.warmup_steps=0", "evaluation.general.common.items=5"]
+    with pytest.raises(DataError, match="items is 5, but the set has only 1"):
+        prepare(load_config([folder / "run.yaml"], overrides))
+
+
+def test_places_and_names_on_the_command_line(prepared: Prepared, tmp_path: Path) -> None:
+    config = prepared.config
+    assert student_place(config, None) is None and student_place(config, "none") is None
+    with pytest.raises(ConfigError, match="kept no best student"):
+        student_place(config, "best")
+    run_dir = Path(config.run_dir) / config.name
+    assert result_folder(config, None) == run_dir.with_name("small.evaluation")
+    (run_dir / "student").mkdir(parents=True)
+    (run_dir / "config.yaml").write_text("")
+    assert student_place(config, None) == str(run_dir / "student")
+    assert result_folder(config, None) == run_dir and result_folder(config, tmp_path) == tmp_path
+    assert further_models(["a=x", "b=http://h#m"]) == {"a": "x", "b": "http://h#m"}
+    for wrong in (["a"], ["=x"], ["a=x", "a=y"]):
+        with pytest.raises(ConfigError, match="expected NAME=PLACE"):
+            further_models(wrong)
