@@ -102,6 +102,12 @@ class OrmAdvantages:
     def __init__(self, config: OrmConfig) -> None:
         self._config = config
         self._running: float | None = None
+        self._all_wrong = ALL_WRONG if config.all_wrong is None else config.all_wrong
+        if config.all_wrong is not None and config.estimator != "agapo":
+            raise ConfigError(
+                f"objective.orm.all_wrong is {config.all_wrong}, but the estimator "
+                f"{config.estimator!r} does not read it: remove it, or take agapo"
+            )
         if config.estimator == "ppo_gae":
             raise ConfigError(
                 "objective.orm.estimator is 'ppo_gae', which needs a critic's values "
@@ -133,10 +139,9 @@ class OrmAdvantages:
         by_group = self._estimate(values, all_rewards)
         if config.whiten:
             by_group = _whitened(by_group)
-        if config.estimator == "agapo":
-            constant = ALL_WRONG if config.all_wrong is None else config.all_wrong
+        if self._all_wrong:
             by_group = [
-                torch.full_like(r, constant) if constant and bool((r <= 0).all()) else a
+                torch.full_like(r, self._all_wrong) if bool((r <= 0).all()) else a
                 for r, a in zip(values, by_group, strict=True)
             ]
         return _scatter(len(rewards), members, by_group)

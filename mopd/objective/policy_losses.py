@@ -121,11 +121,9 @@ def dppo_topk(inputs: PolicyInputs, parameters: Parameters) -> tuple[Tensor, Ten
     """As dppo_tv, by total variation on the sampler's top-k ids and one bucket for the rest."""
     if inputs.student_topk_BTK is None or inputs.sampler_topk_BTK is None:
         raise ValueError("dppo_topk needs student_topk_BTK and sampler_topk_BTK; they are missing")
-    live_BT1 = inputs.live_BT.unsqueeze(-1)
-    pi_BTK, mu_BTK = (
-        torch.where(live_BT1, topk.detach().double(), 0.0).exp()
-        for topk in (inputs.student_topk_BTK, inputs.sampler_topk_BTK)
-    )
+    # what stands at dead tokens comes to nothing: they are not kept, and no gradient flows here
+    pi_BTK = inputs.student_topk_BTK.detach().double().exp()
+    mu_BTK = inputs.sampler_topk_BTK.detach().double().exp()
     # the rest's difference is that of the two sums
     rest_BT = (pi_BTK.sum(-1) - mu_BTK.sum(-1)).abs()
     distance_BT = ((pi_BTK - mu_BTK).abs().sum(-1) + rest_BT) / 2

@@ -24,7 +24,7 @@ REQUIRED: dict[str, dict[str, float]] = {
     "cispo": {"clip_high": 0.3},
     "dppo_tv": {"delta": 0.1},
     "dppo_kl": {"delta": 0.02},
-    "dppo_topk": {"delta": 0.1},
+    "dppo_topk": {"delta": 0.4},
     "kimi": {"mu": 0.7},
 }
 """Parameters of the losses that have no published default."""

@@ -341,6 +341,20 @@ def test_float32_inputs_agree_with_float64():
         assert got[1].dtype == np.float32
 
 
+def test_ratios_of_bfloat16_logprobs_are_formed_in_float32():
+    """log pi = -1 in bfloat16, log mu = -1.001: a bfloat16 difference would be 0."""
+    inputs = TokenInputs(
+        mask_BT=torch.ones(1, 1, dtype=torch.bool),
+        sampler_logprobs_BT=torch.tensor([[-1.001]]),
+        orm_advantage_B=torch.tensor([1.0]),
+    )
+    student = torch.tensor([[-1.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss, _ = objective_loss(
+        student, inputs, objective(teacher={"weight": 0.0}), StepTotals(1, 1, 1)
+    )
+    assert loss.item() == pytest.approx(math.exp(0.001), abs=1e-6)
+
+
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("beta", [1.0, 0.0])
 @pytest.mark.parametrize(

@@ -165,9 +165,17 @@ def test_whitening_is_over_the_batch_and_leaves_those_without_a_verdict_alone(es
     assert advantages([None], ["a"], estimator=estimator, whiten=True) == [0.0]
 
 
+def test_whitening_takes_the_mean_out():
+    got = advantages(
+        [1.0, 1.0, 0.0, 1.0], list("abcd"), estimator="reinforce", baseline=0.0, whiten=True
+    )
+    assert got == pytest.approx(z_scores([1.0, 1.0, 0.0, 1.0]))
+
+
 def test_dropping_groups_whose_rewards_are_all_equal():
     assert zero_variance_groups([1, 1, 0, 0, 1, None, None], list("aabbbcd")) == {"a"}
     assert zero_variance_groups([0.5, None, 1, 0], list("aabb")) == {"a"}
+    assert zero_variance_groups([0.5, 1.0], ["a", "a"]) == set()
     rewards, groups = [1.0, 1.0, 1.0, 0.0], list("aabb")
     for estimator, keep, drop in (
         ("reinforce", [0.5, 0.5, 0.5, -0.5], [0.0, 0.0, 0.5, -0.5]),
@@ -189,6 +197,8 @@ def test_unknown_and_unbuilt_estimators():
         OrmAdvantages(OrmConfig(estimator="rlooo"))
     with pytest.raises(ConfigError, match="ppo_gae.*needs a critic"):
         OrmAdvantages(OrmConfig(estimator="ppo_gae"))
+    with pytest.raises(ConfigError, match="all_wrong is -0.1, but the estimator 'grpo'"):
+        OrmAdvantages(OrmConfig(all_wrong=-0.1))
     with pytest.raises(ConfigError, match="zero_variance is 'dropp'"):
         OrmAdvantages(OrmConfig(zero_variance="dropp"))
 
