@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import stdev
 
 import pytest
 from fake_run import write_fake_run
@@ -13,6 +14,7 @@ from mopd.evaluation.compare import compare_runs, student_scores
 from mopd.evaluation.gate import Gate, check_gate, parse_gate
 from mopd.evaluation.items import ItemResult
 from mopd.evaluation.retention import build_retention
+from mopd.evaluation.seeds import over_seeds
 
 
 def items(right: int, n: int = 200) -> list[ItemResult]:
@@ -121,3 +123,18 @@ def test_the_last_recorded_answers_do_where_there_is_no_final_file(tmp_path):
         record = {"d": [{"item_id": "i/0", "correct": right}]}
         (folder / f"student-{step:06d}.json").write_text(json.dumps(record))
     assert student_scores(tmp_path) == {"d": {"i/0": True}}
+
+
+def test_seeds_are_averaged_and_other_differences_told(tmp_path, capsys):
+    runs = [write_fake_run(tmp_path / f"seed{k}", steps=30 + k // 2) for k in range(3)]
+    rows, different = over_seeds(runs)
+    students = [
+        json.loads((r / "retention.json").read_text())["domains"]["sum"]["student"] for r in runs
+    ]
+    assert rows["sum"]["student"]["mean"] == pytest.approx(sum(students) / 3)
+    assert rows["sum"]["student"]["sd"] == pytest.approx(stdev(students))
+    assert different == ["seed2 differs from seed0 in train.steps: 30 -> 31"]
+    assert main(["report", "--seeds", *map(str, runs)]) == 0
+    assert "0.000" in capsys.readouterr().out
+    with pytest.raises(DataError, match="two runs or more"):
+        over_seeds(runs[:1])
