@@ -3,8 +3,10 @@
     mopd train CONFIG [MORE.yaml ...] [key=value ...]    distil; progress, metrics, report
     mopd check CONFIG [MORE.yaml ...] [key=value ...]    what can be found wrong without a model
     mopd evaluate CONFIG [...] [--student PLACE]         base, teachers, student on held-out sets
+    mopd teachers list|probe|serve|add|remove PLACE      the registry, health, servers
     mopd report RUN_DIR [--gate BOUNDS]                  write a run's report again; judge it
     mopd report --compare RUN_A RUN_B                    two runs' students on the same items
+    mopd report --seeds RUN ...                          mean and spread over runs of one recipe
 
 Files are merged in order, so a second one can add a domain and its teacher; ``key=value`` wins
 over both. Exit code 0: done; 1: something a user can mend, said in one message; 2: wrong usage;
@@ -96,6 +98,10 @@ def _parser() -> argparse.ArgumentParser:
             from mopd.evaluating.arguments import add_arguments
 
             add_arguments(command)
+    text = "who the teachers are and how they do; put them to the test; run or add servers"
+    from mopd.runtime.teacher_arguments import add_arguments as add_teacher_arguments
+
+    add_teacher_arguments(commands.add_parser("teachers", help=text, description=text))
     text = "write report.html and report.md of a run directory again"
     report = commands.add_parser("report", help=text, description=text)
     which = report.add_mutually_exclusive_group(required=True)
@@ -106,6 +112,13 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar=("RUN_A", "RUN_B"),
         help="compare the students of two runs on their common held-out items instead",
+    )
+    which.add_argument(
+        "--seeds",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="mean and spread of several runs of one recipe instead",
     )
     report.add_argument(
         "--gate",
@@ -174,24 +187,35 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return evaluate_command(arguments, _prepare(arguments))
 
 
+def _show_runs(table: Any, lines: Sequence[str]) -> int:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for line in lines:
+        print(f"  {line}")
+    return 0
+
+
+def _over_seeds(runs: Sequence[Path]) -> tuple[Any, list[str]]:
+    from mopd.evaluation.seeds import over_seeds, seeds_table
+
+    rows, different = over_seeds(runs)
+    return seeds_table(rows, runs), different
+
+
 def _report(arguments: argparse.Namespace) -> int:
     from mopd.evaluation.compare import compare_runs, compare_table
     from mopd.evaluation.gate import check_gate, parse_gate
     from mopd.evaluation.report import read_retention, write_report
 
-    if arguments.compare and arguments.gate is not None:
-        raise ConfigError("--gate judges one run, --compare shows two; give one of them")
+    if arguments.gate is not None and not arguments.run_dir:
+        raise ConfigError("--gate judges one run; leave --compare and --seeds out")
     if arguments.compare:
-        from rich.console import Console
-
         a, b = arguments.compare
         rows, different = compare_runs(a, b)
-        Console(width=None if sys.stdout.isatty() else 120).print(
-            compare_table(rows, a.name, b.name)
-        )
-        for line in different:
-            print(f"  {line}")
-        return 0
+        return _show_runs(compare_table(rows, a.name, b.name), different)
+    if arguments.seeds:
+        return _show_runs(*_over_seeds(arguments.seeds))
     gate = parse_gate(arguments.gate) if arguments.gate is not None else None
     print(write_report(arguments.run_dir))
     if gate is None:

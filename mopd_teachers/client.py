@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 
 from mopd_teachers import transport, wire
 from mopd_teachers.errors import TeacherError
@@ -34,6 +35,7 @@ SEQUENCES_PER_REQUEST = 256
 PROMPTS_PER_REQUEST = 64
 _BACKOFF_S = 0.2
 _BACKOFF_MAX_S = 5.0
+_SAME_MODEL = 0.5  # nats on tokens at random, where two models differ by whole ones
 _QUICK_S = 5.0  # deadline of a question that costs the server nothing
 
 DOWN = "down"  # the cause of a request that was not made, because the server just failed a trial
@@ -101,14 +103,31 @@ class TeacherClient:
         self._servers[index] = await self._probed(endpoint)
 
     async def add_endpoint(self, endpoint: Endpoint) -> None:
-        """One server more, after probing it; TeacherError when it does not pass."""
-        self._servers.append(await self._probed(endpoint))
+        """One server more, after probing it and comparing it with one that is there.
 
-    def remove_endpoint(self, index: int) -> None:
-        """Give this server no further request; what it has in flight is still taken."""
+        Raises TeacherError when it does not pass, or serves another model than the others.
+        """
+        server = await self._probed(endpoint)
+        known = min(self._servers, key=lambda s: s.failures_in_a_row)
+        try:
+            both = [await probe_server(self._again, s, self.name, self._needs)
+                    for s in (server, known)]  # fmt: skip
+        except RequestError as error:
+            raise TeacherError(self._describe(error)) from error
+        apart = float(np.abs(both[0] - both[1]).max())
+        if apart > _SAME_MODEL:
+            raise TeacherError(
+                f"teacher {self.name!r}: {server.url} and {known.url} score the same tokens up to "
+                f"{apart:.2g} nats apart; expected servers of one model"
+            )
+        self._servers.append(server)
+
+    async def remove_endpoint(self, index: int) -> None:
+        """Give this server no further request; returns when it has none in flight."""
         if len(self._servers) == 1:
             raise TeacherError(f"teacher {self.name!r}: its only server cannot be removed")
-        del self._servers[index]
+        server = self._servers.pop(index)
+        await server.idle()
 
     async def _probed(self, endpoint: Endpoint) -> Replica:
         self._open()
@@ -219,10 +238,12 @@ class TeacherClient:
         raise AssertionError("unreachable")
 
     def _least_loaded(self, avoid: Replica | None) -> Replica:
-        """A server that is well and has the least to do; not the one that has just failed, where
-        there is another."""
-        others = [s for s in self._servers if s is not avoid] or self._servers
-        return min(others, key=lambda s: (s.on_trial, s.resting, s.tokens_in_flight, s.in_flight))
+        """A server that is well and has the least to do; the one that has just failed comes after
+        the others, but before one that is on trial."""
+        return min(
+            self._servers,
+            key=lambda s: (s.on_trial, s.resting, s is avoid, s.tokens_in_flight, s.in_flight),
+        )
 
     async def _retried(self, call: Callable[[Replica], Awaitable[T]], tokens: int) -> T:
         """Run `call` on a server; again, elsewhere if possible, when it fails."""
@@ -232,11 +253,11 @@ class TeacherClient:
         while True:
             server = self._least_loaded(avoid=server)
             try:
+                if server.on_trial:
+                    await self._stand_trial(server)
                 async with server.admitted(tokens):
-                    if server.on_trial:
-                        if not all(other.on_trial for other in self._servers):
-                            continue  # it fell ill while this request waited; no try was spent
-                        await self._stand_trial(server)
+                    if server.on_trial:  # it fell ill while this request waited
+                        raise RequestError(DOWN, server.last_error, retry=True)
                     begin = time.perf_counter()
                     result = await call(server)
                     self.stats.request_done(time.perf_counter() - begin)
@@ -253,10 +274,8 @@ class TeacherClient:
             await asyncio.sleep(delay * random.uniform(0.5, 1.5))
 
     async def _stand_trial(self, server: Replica) -> None:
-        """Wait for the server's rest to end, then let one request ask whether it is well.
-
-        Raises RequestError when it is not.
-        """
+        """Wait for the server's rest to end, then let one request ask whether it is well, for all
+        that wait. Raises RequestError when it is not."""
         await asyncio.sleep(server.rest_left_s)
         async with server.trial:
             if not server.on_trial:

@@ -43,8 +43,9 @@ class ProbeReport:
     """What every server can score: `wire.SAMPLED`, `wire.TOP_K`, `wire.CANDIDATES`."""
 
 
-async def probe_server(ask: Ask, server: Replica, teacher: str, needs: Needs) -> None:
-    """Identify the server, note what it can do, and check its scores.
+async def probe_server(ask: Ask, server: Replica, teacher: str, needs: Needs) -> np.ndarray:
+    """Identify the server, note what it can do, and check its scores, which it returns ([47]
+    float32: two servers of one model agree on them).
 
     Raises:
         TeacherError: it is another model, cannot do what is needed, or knows nothing.
@@ -52,7 +53,7 @@ async def probe_server(ask: Ask, server: Replica, teacher: str, needs: Needs) ->
     """
     described = await _identify(ask, server, teacher)
     _require_able(server, teacher, needs, described)
-    await _check_scores(ask, server, teacher, needs)
+    return await _check_scores(ask, server, teacher, needs)
 
 
 async def require_same_model(ask: Ask, server: Replica) -> None:
@@ -128,7 +129,7 @@ def _require_able(
         )
 
 
-async def _check_scores(ask: Ask, server: Replica, teacher: str, needs: Needs) -> None:
+async def _check_scores(ask: Ask, server: Replica, teacher: str, needs: Needs) -> np.ndarray:
     response = _PROBE_IDS[1:]
     # Also its own candidate, whose two logprobs `scores` compares.
     given = np.array([(i, (i + 1) % 64) for i in response]) if needs.candidates else None
@@ -166,3 +167,4 @@ async def _check_scores(ask: Ask, server: Replica, teacher: str, needs: Needs) -
             f"that is 1 of {math.exp(-mean):.0f}): the model has lost its weights, or never had "
             "any. Restart the server from a good checkpoint"
         )
+    return found[0]

@@ -74,7 +74,7 @@ class Replica:
     @property
     def tokens_per_s(self) -> float | None:
         """Its speed, requests in flight together; None before anything was done."""
-        return self._done_tokens / self._busy_s if self._busy_s > 0 else None
+        return self._done_tokens / self._busy_s if self._done_tokens and self._busy_s > 0 else None
 
     @property
     def token_budget(self) -> int:
@@ -107,6 +107,11 @@ class Replica:
             self.tokens_in_flight -= tokens
             async with self._changed:
                 self._changed.notify_all()
+
+    async def idle(self) -> None:
+        """Wait until nothing is in flight."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self.in_flight)
 
     def _count_time(self) -> None:
         """Count what has passed since the last change, if there was anything to score in it."""

@@ -131,10 +131,11 @@ class ServerProcess:
     name is not the one that was started, whatever port it sits on.
     """
 
-    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+    def __init__(self, spec: ServerSpec, log_path: Path, served_name: str | None = None) -> None:
+        """`served_name`: for a server that others are to know by a name that stays."""
         self.spec = spec
         self.log_path = Path(log_path)
-        self.served_name = f"{spec.name}@{secrets.token_hex(4)}"
+        self.served_name = served_name or f"{spec.name}@{secrets.token_hex(4)}"
         self.port = 0
         self._log_start = 0  # where this server's part of the log begins
         self._process: subprocess.Popen[bytes] | None = None
@@ -277,15 +278,16 @@ class ServerProcess:
             ]
         )
 
-    def stop(self) -> None:
-        """End the server and every process of its group; returns when none is left."""
+    def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
+        """End the server and every process of its group; returns when none is left. It has
+        `grace_s` to end by itself."""
         if self._process is None:
             return
         pid = self._process.pid
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(_STOP_GRACE_S)
+                self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 pass
         # The group outlives its leader: an engine process may still be there.

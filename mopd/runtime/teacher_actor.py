@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,31 @@ import ray
 from ray.exceptions import RayError
 
 from mopd.config.schema import TeacherConfig
-from mopd_teachers.client import Endpoint
+from mopd_teachers.replica import Endpoint
 from mopd_teachers.server import ServerProcess, ServerSpec
+
+
+def server_spec(name: str, config: TeacherConfig, *, host: str, api_key: str | None) -> ServerSpec:
+    """The server of a teacher that is to be started."""
+    assert config.model is not None
+    return ServerSpec(
+        name=name,
+        model_path=config.model,
+        revision=config.revision,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        kv_cache_gib=config.kv_cache_gib if config.kv_cache_gib > 0 else None,
+        threads=config.threads,
+        tensor_parallel_size=config.tensor_parallel_size,
+        engine_args=dict(config.engine_args),
+        host=host,
+        api_key=api_key,
+    )
+
+
+def api_key_of(config: TeacherConfig) -> str | None:
+    """The bearer token of a teacher's servers, from the environment."""
+    return os.environ[config.api_key_env] if config.api_key_env else None
 
 
 @ray.remote

@@ -8,8 +8,7 @@ when one of them fails.
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from mopd.config.schema import Config, TeacherConfig
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
-from mopd.runtime.teacher_actor import ManagedReplica
+from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, server_spec
 from mopd.runtime.teacher_keeper import TeacherKeeper
+from mopd.runtime.teacher_registry import record_change, take_requests, write_registry
 from mopd.types import Prompt, Rollout, TeacherScore, TopK, finish_reason
 from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
-from mopd_teachers.server import ServerSpec
 
 
 class TeacherFleet:
@@ -61,6 +60,9 @@ class TeacherFleet:
         self._needed = needed_tokens
         self._keepers: dict[str, TeacherKeeper] = {}
         self._starting: list[ManagedReplica] = []
+        self._step = ""
+        self._changing: asyncio.Task[None] | None = None
+        self._note: Callable[[str], None] = lambda text: None
 
     async def start(self, startup: Startup, extra: Collection[str] = ()) -> None:
         """Start every managed server, find every teacher healthy, and the right model.
@@ -86,18 +88,20 @@ class TeacherFleet:
                 for name in used.union(extra)
             )
         )
+        self._note = startup.note
+        self._write_registry()
 
     async def _start_teacher(
         self, name: str, config: TeacherConfig, startup: Startup, *, needed: int, scores_topk: bool
     ) -> None:
         with startup.waiting(f"teacher {name}"):
             try:
-                key = os.environ[config.api_key_env] if config.api_key_env else None
+                key = api_key_of(config)
                 managed: list[ManagedReplica] = []
                 if config.endpoints:
                     endpoints = [Endpoint(url, config.model, key) for url in config.endpoints]
                 else:
-                    spec = self._spec(name, config, key)
+                    spec = server_spec(name, config, host=self._host, api_key=key)
                     managed = [
                         ManagedReplica(config, spec, self._log(name, i))
                         for i in range(config.replicas)
@@ -145,22 +149,6 @@ class TeacherFleet:
                     "ids would mean other tokens to it"
                 )
 
-    def _spec(self, name: str, config: TeacherConfig, api_key: str | None) -> ServerSpec:
-        assert config.model is not None
-        return ServerSpec(
-            name=name,
-            model_path=config.model,
-            revision=config.revision,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            kv_cache_gib=config.kv_cache_gib if config.kv_cache_gib > 0 else None,
-            threads=config.threads,
-            tensor_parallel_size=config.tensor_parallel_size,
-            engine_args=dict(config.engine_args),
-            host=self._host,
-            api_key=api_key,
-        )
-
     def _log(self, name: str, index: int) -> Path:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         return (self._log_dir / f"teacher-{name}-{index}.log").resolve()
@@ -170,6 +158,7 @@ class TeacherFleet:
     ) -> Mapping[str, TeacherScore | TeacherFailed]:
         """Each sample by its own domain's teacher, or by the one that is named, which scores the
         sampled tokens alone. What happens when one fails: see `TeacherKeeper`."""
+        self._take_changes(rollouts)
         plain = teacher is not None
         by_teacher: dict[str, list[ScoreItem]] = {}
         for rollout in rollouts:
@@ -183,6 +172,57 @@ class TeacherFleet:
         )
         outcomes = {key: value for result in results for key, value in result.items()}
         return {r.sample_id: self._told(r, outcomes[r.sample_id], plain) for r in rollouts}
+
+    # ---- changes while the run goes on ------------------------------------------------------
+
+    def _take_changes(self, rollouts: Sequence[Rollout]) -> None:
+        """Once a step, begin what `mopd teachers add|remove` asked for; scoring does not wait."""
+        step = rollouts[0].sample_id.partition(":")[0] if rollouts else self._step
+        busy = self._changing is not None and not self._changing.done()
+        if step == self._step or busy:
+            return
+        self._step = step
+        requests = list(take_requests(self._log_dir))
+        if requests:
+            self._changing = asyncio.ensure_future(self._change(requests))
+
+    async def _change(self, requests: Sequence[Mapping[str, Any]]) -> None:
+        for request in requests:
+            try:
+                outcome = await self._changed(request)
+            except Exception as error:  # the run goes on with the servers that it has
+                outcome = f"refused: {_for_user(error)}"
+            self._note(f"teachers {request['op']}: {outcome}")
+            record_change(self._log_dir, request, outcome)
+        self._write_registry()
+
+    async def _changed(self, request: Mapping[str, Any]) -> str:
+        name, url = request.get("teacher"), request.get("endpoint")
+        if request["op"] not in ("add", "remove") or name not in self._keepers:
+            raise TeacherError(f"no such request can be met: {dict(request)}")
+        keeper = self._keepers[str(name)]
+        if request["op"] == "remove":
+            await keeper.remove(str(url))
+            return f"{url} is no server of {name} any more"
+        config, key = keeper.config, api_key_of(keeper.config)
+        if url is None and config.model is None:
+            raise TeacherError(f"teacher {name} has no checkpoint from which to start a server")
+
+        def start() -> ManagedReplica:
+            spec = server_spec(keeper.name, config, host=self._host, api_key=key)
+            replica = ManagedReplica(config, spec, self._log(keeper.name, len(keeper.managed)))
+            self._starting.append(replica)
+            return replica
+
+        endpoint = None if url is None else Endpoint(str(url), request.get("model"), key)
+        return f"{await keeper.add(endpoint, start)} serves {name}, too"
+
+    def _write_registry(self) -> None:
+        rows = []
+        for name, keeper in self._keepers.items():
+            own = [d for d, domain in self._config.domains.items() if domain.teacher == name]
+            rows.append(keeper.row() | {"domains": own})
+        write_registry(self._log_dir, rows)
 
     def _item(self, rollout: Rollout, plain: bool) -> ScoreItem:
         candidates = None
@@ -211,15 +251,24 @@ class TeacherFleet:
         return TeacherScore(tuple(outcome.logprobs.tolist()), topk)
 
     async def answers(
-        self, domain: str, requests: Sequence[tuple[str, Prompt]]
+        self,
+        domain: str,
+        requests: Sequence[tuple[str, Prompt]],
+        *,
+        temperature: float = 0.0,
+        seed: int | None = None,
     ) -> Sequence[Rollout]:
-        """Greedy answers of the domain's teacher to (request id, prompt) pairs."""
+        """Answers of the domain's teacher to (request id, prompt) pairs; greedy at temperature 0.
+
+        seed: of every one of them, so that a prompt that is here twice is answered alike.
+        """
         client = self._keepers[self._config.domains[domain].teacher].client
         try:
             generated = await client.generate(
                 [list(prompt.token_ids) for _, prompt in requests],
                 max_tokens=self._config.rollout.max_response_tokens,
-                temperature=0.0,
+                temperature=temperature,
+                seed=seed,
             )
         except ServerError as error:
             raise _for_user(error) from error
@@ -237,7 +286,8 @@ class TeacherFleet:
 
     def metrics(self) -> dict[str, float]:
         """``teacher/NAME/...``: latency, tokens, retries, failures so far, servers up and down,
-        restarts, seconds paused."""
+        restarts, seconds paused. Asked at every step, which is when the registry is written."""
+        self._write_registry()
         return {
             f"teacher/{name}/{key}": value
             for name, keeper in self._keepers.items()
@@ -246,6 +296,8 @@ class TeacherFleet:
 
     async def close(self) -> None:
         """End every server and connection; returns when none is left."""
+        if self._changing is not None:
+            self._changing.cancel()
         await asyncio.gather(
             *(keeper.close() for keeper in self._keepers.values()),
             *(managed.stop() for managed in self._starting),

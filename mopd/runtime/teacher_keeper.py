@@ -13,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mopd.config.schema import TeacherConfig
 from mopd.runtime.teacher_actor import ManagedReplica
 from mopd_teachers.client import TeacherClient, is_servers_fault
+from mopd_teachers.errors import TeacherError as ServerError
+from mopd_teachers.replica import Endpoint
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
 
 POLL_S = 2.0
@@ -37,7 +40,8 @@ class TeacherKeeper:
         """`managed` are the servers of ours, in the order of the client's; none if external.
         `note` is told, in words, what the user should know."""
         self.name, self.config, self.client = name, config, client
-        self.managed = list(managed)
+        self.managed: list[ManagedReplica | None] = list(managed) or [None] * len(client.servers)
+        """The owner of each of the client's servers; None for one that is not ours."""
         self._note = note
         self._mending: asyncio.Lock | None = None
         self._mended = 0  # how often something that had failed was put right
@@ -64,8 +68,72 @@ class TeacherKeeper:
     async def close(self) -> None:
         """End the servers of ours and the connections; returns when none is left."""
         await asyncio.gather(
-            self.client.close(), *(m.stop() for m in self.managed), return_exceptions=True
+            self.client.close(), *(m.stop() for m in self.managed if m), return_exceptions=True
         )
+
+    async def add(self, endpoint: Endpoint | None, start: Callable[[], ManagedReplica]) -> str:
+        """One server more: the one at `endpoint`, or one that is started; returns its URL.
+
+        Raises TeacherError (of mopd_teachers) when it is not the same teacher.
+        """
+        replica = None
+        if endpoint is None:
+            replica = start()
+            endpoint = await replica.start()
+        try:
+            await self.client.add_endpoint(endpoint)
+        except BaseException:
+            if replica is not None:
+                await replica.stop()
+            raise
+        self.managed.append(replica)
+        return endpoint.url
+
+    async def remove(self, url: str) -> None:
+        """One server less, after what it has in flight; ended if it is ours.
+
+        Raises TeacherError (of mopd_teachers) when it has no such server, or no other.
+        """
+        self._mending = self._mending or asyncio.Lock()
+        async with self._mending:  # a restart under way counts on the places of the servers
+            urls = [server.url for server in self.client.servers]
+            if url not in urls:
+                raise ServerError(f"teacher {self.name!r} has no server {url!r}; it has {urls}")
+            index = urls.index(url)
+            removing = asyncio.ensure_future(self.client.remove_endpoint(index))
+            await asyncio.sleep(0)  # the client's list is shorter now, and so must this one be
+            replica = None
+            if len(self.client.servers) < len(self.managed):
+                replica = self.managed.pop(index)
+        await removing
+        if replica is not None:
+            await replica.stop()
+
+    def row(self) -> dict[str, Any]:
+        """For people and for files: who it is and how its servers do."""
+        config = self.config
+        what = config.model or "whatever its servers serve"
+        if config.revision:
+            what += f" at {config.revision}"
+        servers = [
+            {
+                "url": server.url,
+                "model": server.model,
+                "ours": replica is not None,
+                "state": server.state,
+                "in_flight": server.in_flight,
+                "tokens_per_s": server.tokens_per_s,
+                "last_error": server.last_error,
+            }
+            for server, replica in zip(self.client.servers, self.managed, strict=True)
+        ]
+        return {
+            "name": self.name,
+            "what": what,
+            "servers": servers,
+            "restarts": self.restarts,
+            "paused_s": self.paused_s,
+        }
 
     async def _mend(self, before: int) -> bool:
         """Whether it is worth asking again: something was put right since `before` was read, by
@@ -84,7 +152,7 @@ class TeacherKeeper:
         """Ask every server that failed whether it is well now, and restart ours if not."""
         done = False
         for index, server in enumerate(self.client.servers):
-            ours = self.managed[index] if index < len(self.managed) else None
+            ours = self.managed[index]
             dead = ours is not None and not await ours.alive()
             if not dead and not server.failures_in_a_row:
                 continue
@@ -126,7 +194,8 @@ class TeacherKeeper:
                     f"address, or end the run: {last}"
                 )
             await asyncio.sleep(min(POLL_S, self.config.pause_s - waited))
-            if await self._put_right():
+            added = any(not server.failures_in_a_row for server in self.client.servers)
+            if added or await self._put_right():
                 self.paused_s += time.monotonic() - begin
                 self._note(f"teacher {self.name}: answers again")
                 return True

@@ -1,0 +1,236 @@
+"""`mopd teachers ...`: the registry, health, and servers that stand alone."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mopd.build import teacher_folders
+from mopd.config.load import load_config
+from mopd.config.model_files import read_model_limits
+from mopd.config.schema import Config, TeacherConfig
+from mopd.config.wording import nearest
+from mopd.errors import ConfigError
+from mopd.runtime.teacher_actor import api_key_of, server_spec
+from mopd.runtime.teacher_registry import read_registry, request_change
+from mopd_teachers.client import TeacherClient
+from mopd_teachers.errors import TeacherError as ServerError
+from mopd_teachers.examination import Finding, Reference, examine
+from mopd_teachers.replica import Endpoint
+from mopd_teachers.scores import ScoreItem
+from mopd_teachers.server import ServerProcess, served_model
+
+TOLERANCE = {"float32": 2e-3}
+OTHER_TOLERANCE = 0.3
+"""Nats between two scores of the same tokens, by the teacher's type: in half precision another
+batch shape is another rounding, of tenths of a nat where a router's choice hangs on it."""
+COMPARE_UP_TO_GIB = 2.0
+DRAIN_S = 60
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what `teacher_arguments` has parsed; the exit code."""
+    actions = {"list": _list, "probe": _probe, "serve": _serve, "add": _change, "remove": _change}
+    return actions[arguments.action](arguments)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    place = Path(arguments.place)
+    if place.is_dir():
+        rows = read_registry(place)
+    else:
+        rows = _configured(_config(place, arguments.more))
+    if arguments.json:
+        print(json.dumps({"teachers": rows}))
+        return 0
+    for row in rows:
+        print(f"{row['name']}: {row['what']}; domains: {', '.join(row['domains']) or 'none'}")
+        for server in row["servers"]:
+            facts = [server["state"]]
+            if server.get("tokens_per_s"):
+                facts.append(f"{server['tokens_per_s']:,.0f} tokens/s")
+            if server.get("last_error"):
+                facts.append(server["last_error"])
+            print(f"  {server['url']}: {'; '.join(facts)}")
+    return 0
+
+
+def _config(place: Path, more: Sequence[str] = ()) -> Config:
+    files: list[str | Path] = [place, *(item for item in more if "=" not in item)]
+    return load_config(files, [item for item in more if "=" in item])
+
+
+def _configured(config: Config) -> list[dict[str, Any]]:
+    """What the configuration says; servers given by URL are asked whether they are there."""
+    rows = []
+    for name, teacher in config.teachers.items():
+        servers = []
+        for url in teacher.endpoints:
+            try:
+                card = served_model(url.rstrip("/").removesuffix("/v1"), api_key=_key(teacher))
+                state, error = f"up, serves {card['id']}", ""
+            except (OSError, ServerError) as caught:
+                state, error = "down", str(caught)
+            servers.append({"url": url, "state": state, "last_error": error})
+        what = f"{teacher.model or 'whatever its servers serve'}"
+        if teacher.revision:
+            what += f" at {teacher.revision}"
+        if not teacher.endpoints:
+            what += f", {teacher.replicas} server(s) started by the run"
+        domains = [d for d, domain in config.domains.items() if domain.teacher == name]
+        rows.append({"name": name, "what": what, "domains": domains, "servers": servers})
+    return rows
+
+
+def _key(teacher: TeacherConfig) -> str | None:
+    try:
+        return api_key_of(teacher)
+    except KeyError:
+        raise ConfigError(
+            f"the environment variable {teacher.api_key_env!r} (api_key_env) is not set; expected "
+            "the bearer token of the teacher's servers in it"
+        ) from None
+
+
+def _named(config: Config, name: str) -> TeacherConfig:
+    if name not in config.teachers:
+        raise ConfigError(
+            f"there is no teacher {name!r}"
+            + (nearest(name, config.teachers) or f"; there are {sorted(config.teachers)}")
+        )
+    return config.teachers[name]
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    config = _config(Path(arguments.place))
+    names = arguments.names or list(config.teachers)
+    folders = teacher_folders(config)
+    found: dict[str, list[Finding]] = {}
+    good = True
+    for name in names:
+        teacher, folder = _named(config, name), folders.get(name)
+        try:
+            found[name] = _examined(config, name, teacher, folder)
+        except ServerError as error:
+            found[name] = [Finding("answers", False, str(error))]
+        good &= all(finding.good for finding in found[name])
+        if not arguments.json:
+            print(f"{name}:")
+            for finding in found[name]:
+                mark = "ok    " if finding.good else "FAILED"
+                print(f"  {mark} {finding.what}: {finding.detail}")
+    if arguments.json:
+        rows = {
+            name: [{"what": f.what, "good": f.good, "detail": f.detail} for f in findings]
+            for name, findings in found.items()
+        }
+        print(json.dumps({"good": good, "teachers": rows}))
+    return 0 if good else 1
+
+
+def _examined(
+    config: Config, name: str, teacher: TeacherConfig, folder: Path | None
+) -> list[Finding]:
+    """Ask the servers of an external teacher; start one of ours for the time of the probe."""
+    key = _key(teacher)
+    vocabulary = read_model_limits(folder or Path(config.student.model)).vocab_size
+    tolerance = TOLERANCE.get(teacher.dtype, OTHER_TOLERANCE)
+
+    async def ask(endpoints: Sequence[Endpoint]) -> list[Finding]:
+        async with TeacherClient(
+            name,
+            endpoints,
+            timeout_s=teacher.timeout_s,
+            retries=teacher.retries,
+            concurrency=teacher.concurrency,
+        ) as client:
+            return await examine(
+                client,
+                # Ids past the tokenizer are in no sample; in padded models their rows are noise.
+                vocabulary=vocabulary,
+                tolerance=tolerance,
+                reference=None if folder is None else _reference(folder),
+            )
+
+    if teacher.endpoints:
+        return asyncio.run(ask([Endpoint(url, teacher.model, key) for url in teacher.endpoints]))
+    with tempfile.TemporaryDirectory() as logs:
+        spec = server_spec(name, teacher, host="127.0.0.1", api_key=key)
+        with ServerProcess(spec, Path(logs) / "server.log") as server:
+            server.start()
+            server.wait_healthy(teacher.start_timeout_s, lambda t: print(t, file=sys.stderr))
+            return asyncio.run(ask([Endpoint(server.url, server.served_name, key)]))
+
+
+def _reference(folder: Path) -> Reference | None:
+    """The checkpoint's own logprobs by transformers; None when it is too large to load here."""
+    size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
+    if not size or size > COMPARE_UP_TO_GIB * 2**30:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logprobs(item: ScoreItem) -> list[float]:
+        ids = torch.tensor([[*item.prompt_ids, *item.response_ids]])
+        with torch.no_grad():
+            rows = model(ids).logits[0, len(item.prompt_ids) - 1 : -1].log_softmax(-1)
+        picked = rows.gather(1, torch.tensor(list(item.response_ids))[:, None])[:, 0]
+        return picked.tolist()  # type: ignore[no-any-return]
+
+    return logprobs
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = _config(Path(arguments.place))
+    teacher = _named(config, arguments.name)
+    if teacher.endpoints:
+        raise ConfigError(
+            f"teachers.{arguments.name} is given by endpoints: its servers run elsewhere already"
+        )
+    key = _key(teacher)
+    if key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
+        print(
+            f"warning: whoever reaches {arguments.host} may use this server; set "
+            f"teachers.{arguments.name}.api_key_env to ask for a token",
+            file=sys.stderr,
+        )
+    teacher.engine_args.setdefault("shutdown_timeout", DRAIN_S)
+    spec = server_spec(arguments.name, teacher, host=arguments.host, api_key=key)
+    spec = type(spec)(**{**spec.__dict__, "port": arguments.port})
+    log = Path(f"teacher-{arguments.name}.log").resolve()
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    with ServerProcess(spec, log, served_name=arguments.name) as server:
+        server.start()
+        server.wait_healthy(teacher.start_timeout_s, lambda text: print(text, flush=True))
+        print(
+            f"{arguments.name} is served at {server.url} (log: {log}). In a run's configuration:\n"
+            f"  {arguments.name}: {{endpoints: [{server.url}], model: {arguments.name}}}",
+            flush=True,
+        )
+        while not stopped.wait(0.5):
+            if not server.alive():
+                raise ServerError(f"the server has ended by itself.\n{server.log_tail()}")
+        print("finishing what is in flight ...", flush=True)
+        server.stop(grace_s=DRAIN_S + 10)
+    return 0
+
+
+def _change(arguments: argparse.Namespace) -> int:
+    request = {"op": arguments.action, "teacher": arguments.name, "endpoint": arguments.endpoint}
+    if arguments.action == "add":
+        request["model"] = arguments.model
+    request_change(Path(arguments.place), request)
+    print("the run takes it up at its next step; `mopd teachers list` shows it then")
+    return 0

@@ -1,0 +1,76 @@
+"""What a running run says of its teachers, and what it can be asked to change, as files.
+
+RUN_DIR/logs/teachers.json            who they are and how they do; written at every step
+RUN_DIR/logs/teacher-requests/*.json  changes asked for by `mopd teachers add|remove`
+RUN_DIR/logs/teacher-changes.jsonl    what became of each
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mopd.errors import ConfigError
+
+
+def write_registry(logs: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Replace the file in one go: a reader never sees half of it."""
+    logs.mkdir(parents=True, exist_ok=True)
+    _replace(logs / "teachers.json", {"time": time.time(), "teachers": list(rows)})
+
+
+def read_registry(run_dir: Path) -> list[dict[str, Any]]:
+    """The teachers of a run. Raises ConfigError when the folder is none of a run with them."""
+    path = run_dir / "logs" / "teachers.json"
+    try:
+        return list(json.loads(path.read_text())["teachers"])
+    except (OSError, ValueError, LookupError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); expected the folder of a run that has begun its "
+            "first step, or a configuration file"
+        ) from error
+
+
+def request_change(run_dir: Path, request: Mapping[str, Any]) -> None:
+    """Leave a request for the run. Raises ConfigError when it could not be meant for this run."""
+    rows = {row["name"]: row for row in read_registry(run_dir)}
+    row = rows.get(str(request["teacher"]))
+    if row is None:
+        raise ConfigError(f"{run_dir} has no teacher {request['teacher']!r}; it has {sorted(rows)}")
+    urls = [server["url"] for server in row["servers"]]
+    if request["op"] == "remove" and request["endpoint"] not in urls:
+        raise ConfigError(
+            f"teacher {row['name']} has no server {request['endpoint']!r}; it has {urls}"
+        )
+    folder = run_dir / "logs" / "teacher-requests"
+    folder.mkdir(exist_ok=True)
+    _replace(folder / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json", dict(request))
+
+
+def take_requests(logs: Path) -> Iterator[dict[str, Any]]:
+    """Each request once, oldest first; the file is gone before it is acted upon."""
+    for path in sorted((logs / "teacher-requests").glob("*.json")):
+        try:
+            request = json.loads(path.read_text())
+        except (OSError, ValueError):
+            request = {"op": "unreadable", "file": path.name}
+        path.unlink(missing_ok=True)
+        yield request
+
+
+def record_change(logs: Path, request: Mapping[str, Any], outcome: str) -> None:
+    """One line for each request and what became of it."""
+    line = json.dumps({"time": time.time(), **request, "outcome": outcome})
+    with (logs / "teacher-changes.jsonl").open("a") as file:
+        file.write(line + "\n")
+
+
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
