@@ -35,7 +35,7 @@ from mopd.observe.metrics import MetricsWriter
 from mopd.observe.progress import Progress
 from mopd.observe.transcripts import TranscriptWriter
 from mopd.observe.versions import write_versions
-from mopd.protocols import Evaluator, Observer
+from mopd.protocols import Evaluator, Observer, RolloutSource
 from mopd.run_dir import run_folder
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
@@ -44,6 +44,7 @@ from mopd.runtime.rollout_pool import RolloutPool
 from mopd.runtime.startup import Startup
 from mopd.runtime.student_group import StudentGroup
 from mopd.runtime.teacher_fleet import TeacherFleet
+from mopd.runtime.teacher_rollouts import TeacherRollouts
 from mopd.stopping import LeavableEvaluation, StopOnSignal, StoppedInEvaluation
 from mopd.types import ScoredSample
 from mopd.weight_sync.publish import VerifiedWeightSync, transfer_directory
@@ -341,7 +342,7 @@ class System:
         """What the loop talks to."""
         return Parts(
             prompts=self._mixture,
-            rollouts=self._engines,
+            rollouts=self._source(),
             teachers=self._teachers,
             judge=self._judge,
             credit=self._credit,
@@ -352,6 +353,15 @@ class System:
             checkpoint=self._checkpoint,
             refuse=self._prepared.refuse,
             stop_requested=stop_requested,
+        )
+
+    def _source(self) -> RolloutSource:
+        """Whose answers are trained on."""
+        if self._config.rollout.source == "student":
+            return self._engines
+        domains = self._config.domains.items()
+        return TeacherRollouts(
+            self._teachers, {name: domain.teacher for name, domain in domains}, self._config.seed
         )
 
     async def _checkpoint(self, step: int) -> None:

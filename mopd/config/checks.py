@@ -220,6 +220,7 @@ NAMES: dict[type, dict[str, tuple[str, ...]]] = {
         "loss_head": ("logits", "fused"),
         "recompute": ("none", "attention", "layers"),
     },
+    RolloutConfig: {"source": ("student", "teachers")},
     TeacherConfig: {"dtype": ("float32", "bfloat16", "float16", "auto")},
     ObjectiveConfig: {
         "denominator": objective_names.DENOMINATORS,
@@ -284,6 +285,7 @@ def check_config(config: Config) -> list[str]:
         *check_objective(config),
         *_student(config),
         *_evaluation(config),
+        *_teachers_answers(config),
     ]
 
 
@@ -625,6 +627,32 @@ def _student(config: Config) -> Iterator[str]:
             f"rollout.max_response_tokens {config.rollout.max_response_tokens} leaves no room for "
             f"a prompt in the context {where} ({limits.max_position_embeddings} tokens)"
         )
+
+
+def _teachers_answers(config: Config) -> Iterator[str]:
+    """What cannot be meant of answers that the student did not give."""
+    if config.rollout.source != "teachers":
+        return
+    key, objective = "rollout.source is teachers", config.objective
+    if objective.teacher.weight > 0:
+        yield (
+            f"{key}: the teachers' part of the objective is for the student's own answers; set "
+            "objective.teacher.weight to 0 (configs/recipes/seqkd.yaml)"
+        )
+    if objective.truncation.kind != "none":
+        yield (
+            f"{key}: objective.truncation.kind {objective.truncation.kind} would weigh them by how "
+            "likely the student is to give them; set it to none"
+        )
+    if objective_names.POLICY_LOSS_SPECS[objective.loss.name].needs_topk:
+        yield f"{key}: objective.loss.name {objective.loss.name} needs the student's own top-k"
+    if config.rollout.temperature != 1.0:
+        yield (
+            f"{key}: rollout.temperature must be 1, the temperature at which teachers score, got "
+            f"{config.rollout.temperature:g}"
+        )
+    if config.student.routing_replay:
+        yield f"{key}: student.routing_replay replays the student's own routes; set it to false"
 
 
 def _evaluation(config: Config) -> Iterator[str]:

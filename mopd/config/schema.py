@@ -80,6 +80,7 @@ class RolloutConfig:
     """vLLM engines that sample the student."""
 
     engines: int = 1
+    source: str = "student"  # | teachers: train on their answers instead (SeqKD, a baseline)
     temperature: float = 1.0
     max_response_tokens: int = MISSING
     ignore_eos: bool = False  # sample on to max_response_tokens (benchmarks)

@@ -57,3 +57,12 @@ def test_keys_without_effect_are_refused(loaded: Load, changes: dict, said: str)
     for name, value in changes.items():
         setattr(config.evaluation, name, value)
     assert any(said in each for each in check_config(config)), check_config(config)
+
+
+def test_teachers_answers_are_for_supervised_baselines_only(loaded: Load) -> None:
+    config = loaded()
+    config.rollout.source = "teachers"
+    config.rollout.temperature = 0.7
+    said = "\n".join(check_config(config))
+    for part in ("objective.teacher.weight to 0", "truncation.kind", "rollout.temperature must be"):
+        assert part in said, said
