@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +14,10 @@ from mopd.config.load import load_config
 from mopd.errors import ConfigError, DataError, ModelError
 from mopd.evaluating.command import further_models, result_folder, student_place
 from mopd.evaluating.models import models_under_test
+from mopd.evaluating.training_end import conclude_training
+from mopd.evaluation.items import ItemResult, item_result
+from mopd.protocols import TeacherFailed
+from mopd.types import Prompt, Rollout, TeacherScore, Verdict
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = ("marble", "window", "rocket", "butter", "candle", "pencil")
@@ -136,3 +141,79 @@ def test_places_and_names_on_the_command_line(prepared: Prepared, tmp_path: Path
     for wrong in (["a"], ["=x"], ["a=x", "a=y"]):
         with pytest.raises(ConfigError, match="expected NAME=PLACE"):
             further_models(wrong)
+
+
+class FakeStudent:
+    """Gives the reference answer; asked again for one item it answers otherwise."""
+
+    def __init__(self, tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.otherwise = ""
+        self.temperatures: list[float] = []
+
+    def answer(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(prompt.answer, add_special_tokens=False))
+
+    async def generate(self, requests, *, temperature):
+        self.temperatures.append(temperature)
+        for key, prompt in requests:
+            ids = self.answer(prompt)
+            if temperature == 0 and prompt.id == self.otherwise:
+                ids = ids[::-1]
+            yield [Rollout(key, prompt, ids, (-0.5,) * len(ids), 3, "stop")]
+
+
+class FakeTeachers:
+    """Finds every token likelier by .2 nats, and cannot score one sampled answer."""
+
+    async def score(self, rollouts, *, teacher):
+        assert teacher == "backward"
+        found: dict = {r.sample_id: TeacherScore((-0.3,) * len(r.response_ids)) for r in rollouts}
+        first = min(found)
+        if first.startswith("final:1:"):
+            found[first] = TeacherFailed("timeout")
+        return found
+
+
+def test_a_finished_run_leaves_what_an_evaluation_leaves(prepared: Prepared, tmp_path) -> None:
+    student = FakeStudent(prepared.tokenizer)
+    prompts = prepared.held_out()
+    student.otherwise = prompts["backward"][0].id
+
+    def answers(right: bool, sets: list[str]) -> dict[str, list[ItemResult]]:
+        return {
+            s: [
+                item_result(
+                    p,
+                    Rollout(p.id, p, student.answer(p), (), 0, "stop"),
+                    Verdict(right, float(right)),
+                    p.answer,
+                )
+                for p in prompts[s]
+            ]
+            for s in sets
+        }
+
+    retention = asyncio.run(
+        conclude_training(
+            prepared,
+            tmp_path,
+            base=answers(False, ["backward", "common"]),
+            teacher=answers(True, ["backward"]),
+            student=answers(True, ["backward", "common"]),
+            rollouts=student,
+            teachers=FakeTeachers(),
+        )
+    )
+    assert retention["domains"]["backward"]["headroom_captured"] == 1.0
+    assert retention["forgetting"]["common"]["forgetting"] == 1.0
+    record = json.loads((tmp_path / "evaluation.json").read_text())
+    kl = record["divergence"]["backward"]
+    assert kl["answers"] == 2 and kl["k1"] == pytest.approx(-0.2)  # one was not scored
+    assert record["router"]["router"] == 1.0
+    samples = [json.loads(x) for x in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    coloured = {s["id"] for s in samples if s["teacher_minus_student"]}
+    own = {p.id for p in prompts["backward"]}
+    assert coloured == own - {student.otherwise}  # its tokens are not those on record
+    assert all(d == pytest.approx(0.2) for s in samples for d in s["teacher_minus_student"])
+    assert student.temperatures == [1.0, 0.0]
