@@ -96,7 +96,9 @@ def test_shares_and_what_comes_with_several_updates_by_hand():
         kl={"kind": "k2", "weight": 0.1},
     )
     _, gradient, stats = run(student, inputs, config, totals_of(mask, groups))
-    metrics = summarise(domain_sums(stats, inputs.mask_BT, torch.tensor(domain), 3), NAMES)
+    sums = domain_sums(stats, inputs.mask_BT, torch.tensor(domain), 3)
+    assert sums[:, SUM_COLUMNS.index("prompts")].tolist() == pytest.approx([3, 1, 0])
+    metrics = summarise(sums, NAMES)
 
     gradient = np.abs(gradient.numpy())
     for index, name in ((0, "spell"), (1, "sum")):
@@ -215,6 +217,19 @@ def test_infinite_tokens_are_counted_and_left_out_of_means():
     want = np.mean((sampler - student)[finite])
     assert metrics["train_rollout_kl_k1"] == pytest.approx(want, abs=1e-12)
     assert metrics["tokens"] == mask.sum()
+
+
+def test_a_teacher_that_calls_a_token_impossible_is_counted():
+    """Its advantage is clipped and trains; its reverse KL is no number to average."""
+    arrays = batch(5)
+    student, _, teacher, mask, *_ = arrays
+    i, t = (int(axis[0]) for axis in np.nonzero(mask))
+    teacher[i, t] = -math.inf
+    metrics = summarise(sums_of(*arrays), NAMES)
+    assert metrics["nonfinite_tokens"] == 1
+    finite = mask.copy()
+    finite[i, t] = False
+    assert metrics["reverse_kl"] == pytest.approx(np.mean((student - teacher)[finite]), abs=1e-12)
 
 
 def test_c07_dead_tokens_never_reach_the_sums():
