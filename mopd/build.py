@@ -17,6 +17,7 @@ from mopd.config.checks import config_warnings, require_valid
 from mopd.config.model_files import ModelLimits, hub_cache_folder, read_model_limits
 from mopd.config.placement import placement_text, total_reserved
 from mopd.config.schema import Config, DomainConfig
+from mopd.config.teachers import members_of
 from mopd.data.evaluation_sets import as_domain, load_set
 from mopd.data.mixture import Mixture
 from mopd.data.prompts import ContextLimit, DomainData, check_lengths, load_domain
@@ -108,10 +109,10 @@ class Prepared:
             domain = self.domain_of(name)
             if domain is None:
                 continue  # a general set: no teacher sees it
-            teacher = self.config.domains[domain].teacher
             own = max(len(p.token_ids) for p in (*data.train, *data.held_out))
             needed = own + self.config.rollout.max_response_tokens + 1
-            longest[teacher] = max(needed, longest.get(teacher, 0))
+            for teacher in members_of(self.config, self.config.domains[domain].teacher):
+                longest[teacher] = max(needed, longest.get(teacher, 0))
         return longest
 
     def teachers_in_ranks(self) -> dict[str, Path]:
@@ -283,7 +284,8 @@ def context_limits(
             except ModelError as error:
                 raise ModelError(f"teachers.{name}.model: {error}") from error
         if tokens is not None:
-            own = {d for d, domain in config.domains.items() if domain.teacher == name}
+            asks = {d: members_of(config, domain.teacher) for d, domain in config.domains.items()}
+            own = {d for d, members in asks.items() if name in members}
             benchmarks = config.evaluation.benchmarks.items()
             reads = frozenset(own | {b for b, each in benchmarks if each.domain in own})
             limits.append(ContextLimit(f"teacher {name}", tokens, reads, reserved=1))

@@ -54,6 +54,7 @@ from mopd.config.schema import (
     VerifierConfig,
     WeightSyncConfig,
 )
+from mopd.config.teachers import asked_teachers, mixture_problems
 from mopd.config.wording import listed, nearest
 from mopd.errors import ConfigError, ModelError
 
@@ -292,7 +293,7 @@ def check_config(config: Config) -> list[str]:
 def config_warnings(config: Config) -> list[str]:
     """What will run but is probably not meant."""
     found = []
-    used = {domain.teacher for domain in config.domains.values()}
+    used = asked_teachers(config) | {domain.teacher for domain in config.domains.values()}
     for name in config.teachers:
         if name not in used:
             found.append(f"teachers.{name}: no domain names it, so it will not be started")
@@ -394,6 +395,9 @@ def _teachers(config: Config) -> Iterator[str]:
     defaults = TeacherConfig()
     for name, teacher in config.teachers.items():
         key = f"teachers.{name}"
+        if teacher.mixture:
+            yield from mixture_problems(config, name)
+            continue
         if name == "self" and (teacher.endpoints or teacher.model != config.student.model):
             got = teacher.endpoints or teacher.model
             yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mopd.config.schema import Config
+from mopd.config.teachers import asked_teachers
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ def roles(config: Config) -> list[Role]:
     excepted (the former run elsewhere, the latter are not started)."""
     layout = config.student.parallel
     student, rollout = config.student, config.rollout
-    used = {domain.teacher for domain in config.domains.values()}
+    used = asked_teachers(config)
     return [
         Role(
             "student rank",

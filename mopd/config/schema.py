@@ -93,7 +93,8 @@ class RolloutConfig:
 @dataclass
 class TeacherConfig:
     """One teacher: either `model` (a server is started and supervised) or `endpoints` (URLs of
-    vLLM servers already running), in which case `model` is the name they must serve, if given."""
+    vLLM servers already running), in which case `model` is the name they must serve, if given; or
+    a `mixture` of such: the geometric mean of its members by weight."""
 
     model: str | None = None
     revision: str | None = None
@@ -113,6 +114,7 @@ class TeacherConfig:
     pause_s: float = 120.0  # wait for it, when no server of it answers, before samples fail
     api_key_env: str | None = None  # environment variable with the bearer token of its servers
     engine_args: dict[str, Any] = field(default_factory=dict)  # further vLLM server arguments
+    mixture: dict[str, float] = field(default_factory=dict)  # names in teachers -> weights
 
 
 @dataclass

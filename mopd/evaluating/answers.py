@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mopd.build import Prepared
 from mopd.config.schema import Config, ParallelConfig
+from mopd.config.teachers import answering
 from mopd.evaluating.models import ModelUnderTest
 from mopd.evaluating.sources import Source, open_source
 from mopd.evaluating.work import SCORED_ITEMS, Sampling, Scores, Work
@@ -202,9 +203,9 @@ class Answering:
         ]
 
     def teachers(self) -> dict[str, str]:
-        """domain -> its teacher's label."""
-        domains = self._config.domains
-        return {name: f"teacher {domains[name].teacher}" for name in self._prepared.domain_sets()}
+        """domain -> its teacher's label (of a mixture: its weightiest member's)."""
+        config, sets = self._config, self._prepared.domain_sets()
+        return {d: f"teacher {answering(config, config.domains[d].teacher)}" for d in sets}
 
     async def _score(self, work: Work, source: Source) -> None:
         """Logprobs of the student's tokens by this model, once the student has answered."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mopd.build import Prepared, teacher_folders
+from mopd.config.teachers import members_of
 from mopd.evaluating.answers import Answering
 from mopd.evaluating.models import ModelUnderTest, model_in_folder
 from mopd.evaluating.work import samplings
@@ -47,7 +48,8 @@ def merged_baselines(
         folder: where they go; made if missing.
     """
     base = Path(prepared.config.student.model)
-    used = {domain.teacher for domain in prepared.config.domains.values()}
+    config = prepared.config
+    used = {m for d in config.domains.values() for m in members_of(config, d.teacher)}
     local = {n: path for n, path in teacher_folders(prepared.config).items() if n in used}
     fitting, reasons = mergeable(base, local)
     reasons += [f"teacher {n} has no checkpoint on this machine" for n in used - set(local)]

@@ -10,6 +10,7 @@ from typing import Any
 from mopd.build import Prepared, load_sets, load_tokenizer, teacher_folders
 from mopd.config.model_files import folder_problem
 from mopd.config.schema import RolloutConfig
+from mopd.config.teachers import members_of
 from mopd.data.prompts import load_domain
 from mopd.errors import ConfigError, ModelError
 from mopd.evaluation.fingerprints import endpoint_fingerprint, model_fingerprint
@@ -66,7 +67,11 @@ def models_under_test(
     warnings: list[str] = []
     held_out = prepared.held_out()
     folders = teacher_folders(config)
-    used = dict.fromkeys(domain.teacher for domain in config.domains.values())
+    used = dict.fromkeys(
+        member
+        for domain in config.domains.values()
+        for member in members_of(config, domain.teacher)
+    )
     base = model_in_folder(prepared, "base", "base", Path(config.student.model), held_out)
     models = [] if student is None else [_any(prepared, "student", "student", student, warnings)]
     models.append(base)

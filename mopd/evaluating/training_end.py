@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.build import Prepared
+from mopd.config.teachers import answering
 from mopd.evaluating.work import SCORED_ITEMS
 from mopd.evaluation.divergence import held_out_divergence
 from mopd.evaluation.items import Answers
@@ -35,7 +36,9 @@ async def conclude_training(
         rollouts: engines that hold the final student.
     """
     config = prepared.config
-    names = {d: f"teacher {config.domains[d].teacher}" for d in prepared.domain_sets()}
+    names = {
+        d: f"teacher {answering(config, config.domains[d].teacher)}" for d in prepared.domain_sets()
+    }
     by_teacher: dict[str, Answers] = {}
     for name, items in teacher.items():
         domain = prepared.domain_of(name)

@@ -81,9 +81,13 @@ def _configured(config: Config) -> list[dict[str, Any]]:
                 state, error = "down", str(caught)
             servers.append({"url": url, "state": state, "last_error": error})
         what = f"{teacher.model or 'whatever its servers serve'}"
+        if teacher.mixture:
+            what = "geometric mean of " + ", ".join(
+                f"{weight:g} {member}" for member, weight in teacher.mixture.items()
+            )
         if teacher.revision:
             what += f" at {teacher.revision}"
-        if not teacher.endpoints:
+        if not teacher.endpoints and not teacher.mixture:
             what += f", {teacher.replicas} server(s) started by the run"
         domains = [d for d, domain in config.domains.items() if domain.teacher == name]
         rows.append({"name": name, "what": what, "domains": domains, "servers": servers})
@@ -111,7 +115,7 @@ def _named(config: Config, name: str) -> TeacherConfig:
 
 def _probe(arguments: argparse.Namespace) -> int:
     config = _config(Path(arguments.place))
-    names = arguments.names or list(config.teachers)
+    names = arguments.names or [n for n, t in config.teachers.items() if not t.mixture]
     folders = teacher_folders(config)
     found: dict[str, list[Finding]] = {}
     good = True
@@ -193,10 +197,9 @@ def _reference(folder: Path) -> Reference | None:
 def _serve(arguments: argparse.Namespace) -> int:
     config = _config(Path(arguments.place))
     teacher = _named(config, arguments.name)
-    if teacher.endpoints:
-        raise ConfigError(
-            f"teachers.{arguments.name} is given by endpoints: its servers run elsewhere already"
-        )
+    if teacher.endpoints or teacher.mixture:
+        kind = "given by endpoints" if teacher.endpoints else "a mixture"
+        raise ConfigError(f"teachers.{arguments.name} is {kind}: there is no checkpoint to serve")
     key = _key(teacher)
     if key is None and arguments.host not in ("127.0.0.1", "localhost", "::1"):
         print(

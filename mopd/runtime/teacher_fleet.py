@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mopd.config.schema import Config, TeacherConfig
+from mopd.config.teachers import answering, members_of
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
@@ -74,18 +75,19 @@ class TeacherFleet:
             TeacherError: a server does not start or answer, serves another model, or cannot take
                 the longest sample; the text names the teacher and quotes the end of its log.
         """
-        used = {domain.teacher for domain in self._config.domains.values()}
-        longest = max(self._needed.values(), default=0)
+        config, longest = self._config, max(self._needed.values(), default=0)
+        used = {m for d in config.domains.values() for m in members_of(config, d.teacher)}
+        others = {m for name in extra for m in members_of(config, name)}
         await asyncio.gather(
             *(
                 self._start_teacher(
                     name,
-                    self._config.teachers[name],
+                    config.teachers[name],
                     startup,
-                    needed=longest if name in extra else self._needed[name],
+                    needed=longest if name in others else self._needed[name],
                     scores_topk=name in used,
                 )
-                for name in used.union(extra)
+                for name in used | others
             )
         )
         self._note = startup.note
@@ -160,18 +162,40 @@ class TeacherFleet:
         sampled tokens alone. What happens when one fails: see `TeacherKeeper`."""
         self._take_changes(rollouts)
         plain = teacher is not None
-        by_teacher: dict[str, list[ScoreItem]] = {}
+        names = {
+            r.sample_id: teacher or self._config.domains[r.prompt.domain].teacher for r in rollouts
+        }
+        by_member: dict[str, list[ScoreItem]] = {}
         for rollout in rollouts:
-            name = teacher or self._config.domains[rollout.prompt.domain].teacher
-            by_teacher.setdefault(name, []).append(self._item(rollout, plain))
+            for member in members_of(self._config, names[rollout.sample_id]):
+                by_member.setdefault(member, []).append(self._item(rollout, plain))
+        top_k = 0 if plain else self._top_k
         results = await asyncio.gather(
-            *(
-                self._keepers[name].score(items, 0 if plain else self._top_k)
-                for name, items in by_teacher.items()
-            )
+            *(self._keepers[name].score(items, top_k) for name, items in by_member.items())
         )
-        outcomes = {key: value for result in results for key, value in result.items()}
-        return {r.sample_id: self._told(r, outcomes[r.sample_id], plain) for r in rollouts}
+        outcomes = dict(zip(by_member, results, strict=True))
+        return {
+            r.sample_id: self._mixed(r, members_of(self._config, names[r.sample_id]), outcomes)
+            if self._config.teachers[names[r.sample_id]].mixture
+            else self._told(r, outcomes[names[r.sample_id]][r.sample_id], plain)
+            for r in rollouts
+        }
+
+    @staticmethod
+    def _mixed(
+        rollout: Rollout,
+        weights: Mapping[str, float],
+        outcomes: Mapping[str, Mapping[str, Outcome]],
+    ) -> TeacherScore | TeacherFailed:
+        """sum_i w_i log T_i of each sampled id (see `mopd.config.teachers`); no score where a
+        member gives none."""
+        total = np.zeros(len(rollout.response_ids))
+        for member, weight in weights.items():
+            outcome = outcomes[member][rollout.sample_id]
+            if isinstance(outcome, TeacherFailure):
+                return TeacherFailed(outcome.cause)
+            total += weight * outcome.logprobs.astype(np.float64)
+        return TeacherScore(tuple(total.tolist()))
 
     # ---- changes while the run goes on ------------------------------------------------------
 
@@ -220,7 +244,8 @@ class TeacherFleet:
     def _write_registry(self) -> None:
         rows = []
         for name, keeper in self._keepers.items():
-            own = [d for d, domain in self._config.domains.items() if domain.teacher == name]
+            domains = self._config.domains.items()
+            own = [d for d, domain in domains if name in members_of(self._config, domain.teacher)]
             rows.append(keeper.row() | {"domains": own})
         write_registry(self._log_dir, rows)
 
@@ -262,7 +287,8 @@ class TeacherFleet:
 
         seed: of every one of them, so that a prompt that is here twice is answered alike.
         """
-        client = self._keepers[self._config.domains[domain].teacher].client
+        teacher = answering(self._config, self._config.domains[domain].teacher)
+        client = self._keepers[teacher].client
         try:
             generated = await client.generate(
                 [list(prompt.token_ids) for _, prompt in requests],

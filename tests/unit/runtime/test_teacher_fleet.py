@@ -74,14 +74,14 @@ class Server:
 
 def fleet_of(tmp_path: Path, servers: dict[str, Server], **options: Any) -> TeacherFleet:
     config = Config(
-        teachers={name: TeacherConfig(model="m") for name in servers},
+        teachers={name: TeacherConfig(model="m", pause_s=0.0) for name in servers},
         domains={f"d{i}": DomainConfig(teacher=name) for i, name in enumerate(servers)},
     )
     fleet = TeacherFleet(
         config, tmp_path, host="127.0.0.1", needed_tokens={}, tokenized=[], **options
     )
     for name, server in servers.items():
-        fleet._keepers[name] = keeper_of(name, server)
+        fleet._keepers[name] = keeper_of(name, server, pause_s=0.0)
     return fleet
 
 
@@ -201,3 +201,16 @@ def test_a_pause_ends_when_an_external_teacher_comes_back(
     assert isinstance(asyncio.run(scenario())["s"], Score)
     assert server.starts == 0 and 0.0 < keeper.paused_s < 5.0
     assert keeper.notes[-1] == "teacher t: answers again"  # type: ignore[attr-defined]
+
+
+def test_a_mixture_scores_by_the_weighted_sum_of_its_members(tmp_path: Path) -> None:
+    one, two = Server(True, -1.0), Server(True, -3.0)
+    fleet = fleet_of(tmp_path, {"one": one, "two": two})
+    fleet._config.teachers["blend"] = TeacherConfig(mixture={"one": 0.25, "two": 0.75})
+    fleet._config.domains["d0"].teacher = "blend"
+    scores = asyncio.run(fleet.score([rollout("a", "d0"), rollout("b", "d1")]))
+    assert scores == {"a": TeacherScore((-2.5, -2.5)), "b": TeacherScore((-3.0, -3.0))}
+    assert len(two.asked) == 2, "both domains in one batch"
+    two.up, two.cannot_start = False, True
+    failed = asyncio.run(fleet.score([rollout("c", "d0")]))["c"]
+    assert failed == "connection", "never the other member's alone"
