@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
@@ -118,9 +119,10 @@ class _Endpoints:
         name = model.label.removeprefix("teacher ")
         teacher = prepared.config.teachers[name]
         self._model, self._seed = model, prepared.config.evaluation.seed
+        key = os.environ[teacher.api_key_env] if teacher.api_key_env else None
         self._client = TeacherClient(
             name,
-            [Endpoint(url, model.served) for url in model.endpoints],
+            [Endpoint(url, model.served, key) for url in model.endpoints],
             timeout_s=teacher.timeout_s,
             retries=teacher.retries,
             concurrency=teacher.concurrency,
