@@ -10,6 +10,8 @@ import asyncio
 import hashlib
 import hmac
 import itertools
+import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,11 +66,25 @@ async def require_scoring_workers(engine: Any) -> None:
         )
 
 
-class Scorer:
-    """Scores batches on one engine. `model` is the served name that a request must give."""
+class TooMuch(Exception):
+    """Refused for its size or for what is in flight already; `status` is HTTP's."""
 
-    def __init__(self, engine: Any, model: str) -> None:
-        self._engine, self.model = engine, model
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Scorer:
+    """Scores batches on one engine. `model` is the served name that a request must give.
+
+    At most `max_sequences` are in flight together (status 429 past that).
+    """
+
+    def __init__(self, engine: Any, model: str, max_sequences: int = 16_384) -> None:
+        self._engine, self.model, self._max_sequences = engine, model, max_sequences
+        self.in_flight = 0
+        self.counts: Counter[str] = Counter()
+        self.seconds = 0.0
         self.vocab_size = int(engine.model_config.get_vocab_size())
         self.max_top_k = min(wire.MAX_TOP_K, self.vocab_size)
 
@@ -167,6 +183,18 @@ class Scorer:
             raise
         return results
 
+    def metrics(self) -> str:
+        """In Prometheus' text format. Tokens are response tokens; seconds are of answered
+        requests, which overlap."""
+        lines = ["# TYPE mopd_score_sequences_in_flight gauge"]
+        lines.append(f"mopd_score_sequences_in_flight {self.in_flight}")
+        totals = {
+            name: self.counts[name] for name in ("requests", "sequences", "refused", "tokens")
+        }
+        for name, value in {**totals, "request_seconds": self.seconds}.items():
+            lines += [f"# TYPE mopd_score_{name}_total counter", f"mopd_score_{name}_total {value}"]
+        return "\n".join(lines) + "\n"
+
     async def answer(self, body: bytes) -> tuple[int, bytes]:
         """Status and content of one POST; an error's content is text."""
         try:
@@ -179,12 +207,29 @@ class Scorer:
             return 404, f"this server serves {self.model!r}, not {request.model!r}".encode()
         if not 0 <= request.top_k <= self.max_top_k:
             return 400, f"top_k {request.top_k} is outside 0..{self.max_top_k}".encode()
-        results = await self.score(request.sequences, request.top_k)
+        count = len(request.sequences)
+        if self.in_flight + count > self._max_sequences:
+            return (
+                429,
+                f"{self.in_flight} sequences in flight, at most {self._max_sequences}".encode(),
+            )
+        begin = time.perf_counter()
+        self.in_flight += count
+        try:
+            results = await self.score(request.sequences, request.top_k)
+        finally:
+            self.in_flight -= count
+        self.seconds += time.perf_counter() - begin
+        refused = sum(bool(result.error) for result in results)
+        self.counts.update(requests=1, sequences=count - refused, refused=refused)
+        self.counts["tokens"] += sum(len(result.token_ids) // 4 for result in results)
         return 200, wire.encode(wire.ScoreReply(wire.PROTOCOL, self.model, results))
 
 
-def add_score_route(app: FastAPI, scorer: Scorer, api_keys: Sequence[str] = ()) -> None:
-    """Add both methods of the route to vLLM's application.
+def add_score_route(
+    app: FastAPI, scorer: Scorer, api_keys: Sequence[str] = (), max_body: int = 256 << 20
+) -> None:
+    """Add the route, and its metrics for Prometheus, to vLLM's application.
 
     With `api_keys`, each request must carry one as its bearer token (vLLM guards /v1 alone).
     """
@@ -202,8 +247,28 @@ def add_score_route(app: FastAPI, scorer: Scorer, api_keys: Sequence[str] = ()) 
         require_key(request)
         return scorer.describe()
 
+    @app.get(f"{wire.PATH}/metrics")
+    async def metrics() -> Response:
+        return Response(scorer.metrics(), media_type="text/plain; version=0.0.4")
+
     @app.post(wire.PATH)
     async def post(request: Request) -> Response:
         require_key(request)
-        status, content = await scorer.answer(await request.body())
+        try:
+            body = await _body(request, max_body)
+        except TooMuch as error:
+            return Response(str(error), error.status)
+        status, content = await scorer.answer(body)
         return Response(content, status, media_type=wire.CONTENT_TYPE if status == 200 else None)
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The request's body; TooMuch as soon as more than `most` bytes have come."""
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most:
+            raise TooMuch(413, f"the request is larger than {most} bytes; send fewer sequences")
+        parts.append(part)
+    return b"".join(parts)

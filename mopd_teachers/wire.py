@@ -5,6 +5,7 @@ and nothing else, so it imports neither vLLM nor torch.
 
     GET  /mopd/score -> JSON {"protocol", "model", "capabilities", "vocab_size", "max_top_k"}
     POST /mopd/score    ScoreRequest -> ScoreReply (both msgpack)
+    GET  /mopd/score/metrics -> counters in Prometheus' text format
 
 A result belongs to the sequence whose id it carries, whatever its place in the reply.
 """
