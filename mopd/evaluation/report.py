@@ -161,6 +161,12 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
         found.append(("samples", f"{sum(v for _, v in samples):,.0f}"))
     if tokens:
         found.append(("response tokens", f"{sum(v for _, v in tokens):,.0f}"))
+    best = run.best or {}
+    if isinstance(best.get("value"), float):
+        criterion = str(best.get("criterion")).replace("_", " ")
+        found.append(("best student", f"step {best.get('step')}, {criterion} {best['value']:.3f}"))
+        if best.get("ended_early_after") is not None:
+            found.append(("ended early", f"after step {best['ended_early_after']}"))
     if "seed" in run.config:
         found.append(("seed", str(run.config["seed"])))
     return found

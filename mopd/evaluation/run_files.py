@@ -28,6 +28,8 @@ class RunFiles:
     retention: Record | None = None
     evaluation: Record | None = None
     """Every model on every set, where that was evaluated."""
+    best: Record | None = None
+    """The best evaluated student: step, criterion, value, domain."""
     samples: list[Record] = field(default_factory=list)
     """Held-out answers of base, teacher and student side by side."""
     transcripts: list[Record] = field(default_factory=list)
@@ -110,6 +112,7 @@ def read_run(run_dir: Path) -> RunFiles:
         retention = None
     run.retention = retention
     run.evaluation = _json_object(run, "evaluation.json")
+    run.best = _json_object(run, "best.json")
     run.samples = _json_lines(
         run, "samples.jsonl", ("set", "class", "prompt", "answers"), optional=True
     )

@@ -344,6 +344,15 @@ def test_cost_is_seconds_times_what_the_stage_reserves(run_dir):
     assert float(rows["all"][4]) == pytest.approx(total / points_gained(run), abs=0.1)
 
 
+def test_best_student_and_early_end_are_facts(tmp_path):
+    directory = write_fake_run(tmp_path / "r", steps=25)
+    best = {"step": 20, "criterion": "worst_headroom", "value": 0.91, "ended_early_after": 25}
+    (directory / "best.json").write_text(json.dumps(best))
+    found = dict(facts(read_run(directory)))
+    assert found["best student"] == "step 20, worst headroom 0.910"
+    assert found["ended early"] == "after step 25"
+
+
 def test_machine_readable_report_says_the_same(run_dir):
     write_report(run_dir)
     record = json.loads((run_dir / "report.json").read_text())
