@@ -83,6 +83,8 @@ class Scorer:
     def __init__(self, engine: Any, model: str, max_sequences: int = 16_384) -> None:
         self._engine, self.model, self._max_sequences = engine, model, max_sequences
         self.in_flight = 0
+        self.draining = False
+        """Set once: no new work is taken (status 503), what is in flight is finished."""
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         self.vocab_size = int(engine.model_config.get_vocab_size())
@@ -207,6 +209,8 @@ class Scorer:
             return 404, f"this server serves {self.model!r}, not {request.model!r}".encode()
         if not 0 <= request.top_k <= self.max_top_k:
             return 400, f"top_k {request.top_k} is outside 0..{self.max_top_k}".encode()
+        if self.draining:
+            return 503, b"this server is ending"
         count = len(request.sequences)
         if self.in_flight + count > self._max_sequences:
             return (

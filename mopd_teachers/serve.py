@@ -19,6 +19,7 @@ HF_HUB_OFFLINE when `--model` is a folder.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import ctypes
 import os
 import signal
@@ -32,6 +33,7 @@ from typing import Any
 _PARENT_POLL_S = 0.5
 _GRACE_S = 5.0
 _BATCHED_TOKENS = 4096
+_LAST_ANSWER_S = 0.5  # for the last bytes to leave
 _PR_SET_PDEATHSIG = 1
 _COMPILE_OPTIONS = {"--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O", "-cc"}
 
@@ -42,6 +44,7 @@ def _parse_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mopd-fd", type=int, default=None)
     parser.add_argument("--mopd-parent-pid", type=int, default=None)
     parser.add_argument("--mopd-threads", type=int, default=None)
+    parser.add_argument("--mopd-drain-s", type=float, default=0.0)
     parser.add_argument("--mopd-local-model", action="store_true")
     return parser.parse_known_args(list(argv))
 
@@ -108,7 +111,26 @@ def _option(args: Sequence[str], name: str, default: str) -> str:
     return default
 
 
-async def _run(args: Any, sock: socket.socket | None) -> None:
+async def _drain_on_sigterm(scorer: Any, app: Any, drain_s: float) -> None:
+    """SIGTERM: take no more, finish what is in flight for up to `drain_s`, then end as vLLM does.
+
+    vLLM installs handlers of its own when its HTTP server starts; SIGINT stays with it.
+    """
+    while not getattr(getattr(app.state, "server", None), "started", False):
+        await asyncio.sleep(0.05)
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
+    await asked.wait()
+    scorer.draining = True
+    deadline = time.monotonic() + drain_s
+    while scorer.in_flight and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    if drain_s:
+        await asyncio.sleep(_LAST_ANSWER_S)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+async def _run(args: Any, sock: socket.socket | None, drain_s: float) -> None:
     """vLLM's `run_server`, with our route added to the app and, if given, our socket."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
@@ -133,7 +155,9 @@ async def _run(args: Any, sock: socket.socket | None) -> None:
             await require_scoring_workers(engine)
             served = args.served_model_name
             keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
-            add_score_route(app, Scorer(engine, served[0] if served else args.model), keys)
+            scorer = Scorer(engine, served[0] if served else args.model)
+            add_score_route(app, scorer, keys)
+            draining = asyncio.create_task(_drain_on_sigterm(scorer, app, drain_s))
             shutdown = await serve_http(
                 app,
                 sock=sock,
@@ -143,6 +167,7 @@ async def _run(args: Any, sock: socket.socket | None) -> None:
                 access_log=not args.disable_uvicorn_access_log,
                 timeout_keep_alive=60,
             )
+            draining.cancel()
         await shutdown
     finally:
         sock.close()
@@ -187,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     validate_parsed_serve_args(args)
     sock = None if own.mopd_fd is None else socket.socket(fileno=own.mopd_fd)
     try:
-        uvloop.run(_run(args, sock))
+        uvloop.run(_run(args, sock, own.mopd_drain_s))
     except KeyboardInterrupt:
         sys.exit(130)
 

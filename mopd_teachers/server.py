@@ -55,6 +55,9 @@ class ServerSpec:
     """Bearer token that every request must carry; handed over in the environment, never in the
     command line or a log."""
 
+    drain_s: float = 0.0
+    """How long it may finish what is in flight when it is told to end."""
+
     def __post_init__(self) -> None:
         clash = sorted(k for k in self.engine_args if k.replace("-", "_") in _RESERVED)
         if clash:
@@ -187,6 +190,7 @@ class ServerProcess:
             "--mopd-fd", str(fd),
             "--mopd-parent-pid", str(os.getpid()),
             "--mopd-threads", str(self.spec.threads),
+            "--mopd-drain-s", str(self.spec.drain_s),
         ]  # fmt: skip
         if Path(self.spec.model_path).is_dir():
             command.append("--mopd-local-model")

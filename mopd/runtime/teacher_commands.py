@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,9 +208,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             f"teachers.{arguments.name}.api_key_env to ask for a token",
             file=sys.stderr,
         )
-    teacher.engine_args.setdefault("shutdown_timeout", DRAIN_S)
     spec = server_spec(arguments.name, teacher, host=arguments.host, api_key=key)
-    spec = type(spec)(**{**spec.__dict__, "port": arguments.port})
+    spec = replace(spec, port=arguments.port, drain_s=DRAIN_S)
     log = Path(f"teacher-{arguments.name}.log").resolve()
     stopped = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
