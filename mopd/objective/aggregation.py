@@ -65,16 +65,3 @@ SEQUENCE_WEIGHTS: dict[str, Callable[[Lengths], Tensor]] = {
     "constant": constant,
 }
 """name -> f(lengths) -> [B] float64 weights of the sequences' summed terms."""
-
-
-# Until mopd_loss goes.
-Aggregation = Callable[[Tensor, Tensor, float], Tensor]
-
-
-def sequence(term_BT: Tensor, tokens_B: Tensor, num_sequences: float) -> Tensor:
-    """1/N sum_i 1/|y_i| sum_t term_it: mean over a sequence's tokens, then over sequences."""
-    mean_B = term_BT.sum(dim=1) / tokens_B.clamp(min=1).to(term_BT.dtype)
-    return mean_B.sum() / max(num_sequences, 1.0)
-
-
-AGGREGATIONS: dict[str, Aggregation] = {"sequence": sequence}

@@ -178,16 +178,6 @@ def zero_variance_groups(rewards: Sequence[float | None], groups: Sequence[str])
     }
 
 
-def group_advantages(
-    rewards: Sequence[float | None], groups: Sequence[str], estimator: str
-) -> list[float]:
-    """Advantages by an estimator without a memory; see `OrmAdvantages.advantages`."""
-    estimate = lookup(ORM_ESTIMATORS, estimator, "objective.orm")
-    members = _members(rewards, groups)
-    by_group = [_tensor([rewards[i] for i in places]) for places in members.values()]
-    return _scatter(len(rewards), members, estimate(by_group))
-
-
 def _members(rewards: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[int]]:
     """group -> places of its samples with a verdict."""
     members: dict[str, list[int]] = {}

@@ -65,7 +65,7 @@ def test_imports_stay_slim():
     """CPU trainers and laptops: no vllm, ray or triton until they are asked for."""
     done = _python(
         "import sys\n"
-        "import mopd.kernels.select, mopd.objective.mopd_loss, mopd.objective.orm\n"
+        "import mopd.kernels.select, mopd.objective.loss, mopd.objective.orm\n"
         "heavy = {'triton', 'vllm', 'ray', 'megatron', 'transformers'} & set(sys.modules)\n"
         "print('heavy:', sorted(heavy))\n"
     )

@@ -7,17 +7,27 @@ by mu. With mu uniform, w = pi * V, and the mean over the V sequences is the exp
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from objective_cases import loss_config, objective
 from torch import Tensor
 
+from mopd.config.objective import OrmConfig
 from mopd.objective.inputs import StepTotals, TokenInputs
 from mopd.objective.loss import objective_loss
-from mopd.objective.orm import group_advantages
+from mopd.objective.orm import OrmAdvantages
 from mopd.objective.policy_losses import POLICY_LOSSES
 from mopd.objective.stats import TokenStats
+
+
+def group_advantages(
+    rewards: Sequence[float | None], groups: Sequence[str], estimator: str
+) -> list[float]:
+    """By the estimator's own defaults."""
+    return OrmAdvantages(OrmConfig(estimator=estimator)).advantages(rewards, groups)
+
 
 WIDE = {"icepop_low": 0.0, "icepop_high": math.inf, "advantage_clip": 0.0}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,9 +15,15 @@ from mopd.objective.orm import (
     GRPO_EPS,
     ORM_ESTIMATORS,
     OrmAdvantages,
-    group_advantages,
     zero_variance_groups,
 )
+
+
+def group_advantages(
+    rewards: Sequence[float | None], groups: Sequence[str], estimator: str
+) -> list[float]:
+    """By the estimator's own defaults."""
+    return OrmAdvantages(OrmConfig(estimator=estimator)).advantages(rewards, groups)
 
 
 def test_values_of_each_estimator():
@@ -77,7 +84,7 @@ def test_equal_rewards_and_lone_samples_are_exactly_zero(name, reward):
 
 
 def test_bad_input():
-    with pytest.raises(ConfigError, match=r"objective.orm is 'grop'.*Did you mean 'grpo'"):
+    with pytest.raises(ConfigError, match=r"objective.orm.estimator is 'grop'.*Did you mean 'grpo'"):
         group_advantages([1.0], ["g"], "grop")
     for reward in (math.nan, math.inf):
         with pytest.raises(DataError, match=r"sample 1 \(group 'h'\)"):
