@@ -84,7 +84,7 @@ def test_equal_rewards_and_lone_samples_are_exactly_zero(name, reward):
 
 
 def test_bad_input():
-    with pytest.raises(ConfigError, match=r"objective.orm.estimator is 'grop'.*Did you mean 'grpo'"):
+    with pytest.raises(ConfigError, match=r"orm.estimator is 'grop'.*Did you mean 'grpo'"):
         group_advantages([1.0], ["g"], "grop")
     for reward in (math.nan, math.inf):
         with pytest.raises(DataError, match=r"sample 1 \(group 'h'\)"):
