@@ -86,19 +86,23 @@ class BestStudent:
         return rates
 
     def finish(self, step: int, answers: Answers, *, early: bool) -> str | None:
-        """The final student's evaluation counts too; one line where an earlier one was better."""
-        if self._selection.add(step, answers):
+        """The final student's evaluation counts too, and first among equals; one line where an
+        earlier one was better."""
+        self._selection.add(step, answers)
+        found, values = self._selection.best, self._selection.values
+        if found is None:
+            return None
+        if step in values and values[step][0] >= values[found][0]:
             best = self._run_dir / "best"
             shutil.rmtree(best, ignore_errors=True)
             best.mkdir()
             (best / "student").symlink_to(Path("..") / "student", target_is_directory=True)
-        found = self._selection.best
-        if found is None:
+            self._write(step, early)
             return None
-        self._write(early)
-        if found == step:
+        self._write(found, early)
+        if step not in values:
             return None
-        value, domain = self._selection.values[step]
+        value, domain = values[step]
         return (
             f"an earlier student was better: {self._selection.describe_best()}; the final one is "
             f"at {value:.3f} ({domain}). It is in {self._run_dir / 'best' / 'student'}"
@@ -110,12 +114,10 @@ class BestStudent:
         await self._save(partial / "student")
         shutil.rmtree(best, ignore_errors=True)
         partial.rename(best)
-        self._write(False)
+        self._write(step, False)
         self._note(f"best student so far: {self._selection.describe_best()}")
 
-    def _write(self, early: bool) -> None:
-        step = self._selection.best
-        assert step is not None
+    def _write(self, step: int, early: bool) -> None:
         value, domain = self._selection.values[step]
         record = {
             "step": step,

@@ -82,6 +82,14 @@ def test_a_final_student_that_is_the_best_needs_no_second_copy(tmp_path):
     assert run.kept() == ("final", 50) and (tmp_path / "best" / "student").is_symlink()
 
 
+def test_of_equals_the_final_student_is_the_best(tmp_path):
+    run = Run(tmp_path, SCORES)
+    run.evaluate(10, 20)
+    (tmp_path / "student").mkdir()
+    (tmp_path / "student" / "weights").write_text("final")
+    assert run.best.finish(30, answers(18), early=False) is None and run.kept() == ("final", 30)
+
+
 def test_patience_ends_the_run_and_says_why(tmp_path):
     run = Run(tmp_path, SCORES, patience=2)
     run.evaluate(10, 20, 30)
