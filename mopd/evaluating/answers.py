@@ -67,7 +67,7 @@ class Answering:
         work = Work(model)
         judged = self._prepared.judged()
         for sampling in self._samplings:
-            if sampling.name == "divergence" and model.role != "student":
+            if sampling.name == "divergence" and not (model.role == "student" and model.scores):
                 continue
             sampled = sampling_fingerprint(sampling.settings)
             work.files[sampling.name] = {
@@ -192,7 +192,7 @@ class Answering:
     def _to_score(self, work: Work) -> list[tuple[str, str]]:
         """(sampling, domain) of the student's answers that this teacher has still to score."""
         student = self.student()
-        if student is None or student.model.folder is None or not student.model.same_tokens:
+        if student is None or "divergence" not in student.files:
             return []
         return [
             (sampling, domain)

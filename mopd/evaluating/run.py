@@ -142,7 +142,7 @@ class _Evaluation:
         teachers = {w.model.label: w for w in self._answering.work}
         divergence: dict[str, Any] = {}
         tokens: dict[str, tuple[list[str], list[float]]] = {}
-        if student is None:
+        if student is None or "divergence" not in student.files:
             return divergence, tokens
         decode = self._prepared.tokenizer.decode
         for domain, label in self._answering.teachers().items():

@@ -12,10 +12,13 @@ import pytest
 from mopd.build import Prepared, prepare
 from mopd.config.load import load_config
 from mopd.errors import ConfigError, DataError, ModelError
+from mopd.evaluating.answers import Answering
 from mopd.evaluating.command import further_models, result_folder, student_place
 from mopd.evaluating.models import models_under_test
 from mopd.evaluating.training_end import conclude_training
+from mopd.evaluating.work import samplings
 from mopd.evaluation.items import ItemResult, item_result
+from mopd.observe.progress import Progress
 from mopd.protocols import TeacherFailed
 from mopd.types import Prompt, Rollout, TeacherScore, Verdict
 
@@ -217,3 +220,12 @@ def test_a_finished_run_leaves_what_an_evaluation_leaves(prepared: Prepared, tmp
     assert coloured == own - {student.otherwise}  # its tokens are not those on record
     assert all(d == pytest.approx(0.2) for s in samples for d in s["teacher_minus_student"])
     assert student.temperatures == [1.0, 0.0]
+
+
+def test_a_student_by_url_is_not_compared_token_by_token(prepared: Prepared) -> None:
+    models, _ = models_under_test(prepared, "http://127.0.0.1:9", {})
+    answering = Answering(prepared, Progress(1, []), models, samplings(prepared.config))
+    student = answering.student()
+    assert student is not None and set(student.files) == {"greedy"}
+    # Sets of three items and of one, asked of student, base and teacher.
+    assert answering.asked == 3 * 4
