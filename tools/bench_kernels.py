@@ -436,7 +436,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "vocab": 151936 if cuda else 32768,
         "hidden": 4096 if cuda else 128,
         "dtype": "bfloat16" if cuda else "float32",
-        "seconds": 1.0 if cuda else 0.5,
+        "seconds": 0.6 if cuda else 0.5,
         "compile": cuda,
     }.items():
         if getattr(args, name) is None:
@@ -479,12 +479,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         found: dict[str, dict[str, float]] = {}
         plain = errors(kernel, kernel.variants["eager"], rows)
         for variant, function in kernel.variants.items():
+            found[variant] = {}
+            if variant == "torch.compile":
+                continue  # the same program as eager; another shape would compile it once more
             mine = plain if variant == "eager" else errors(kernel, function, rows)
             if variant in kernel.ours and any(
                 e > ACCURACY_FACTOR * p + FLOOR for e, p in zip(mine, plain, strict=True)
             ):
                 inaccurate.append(f"{name}, {variant}: errors {mine}, plain torch {plain}")
-            found[variant] = {"error": mine[0], "gradient_error": mine[1]}
+            found[variant]["error"] = mine[0]
+            if variant not in kernel.mean_only:
+                found[variant]["gradient_error"] = mine[1]
         if inaccurate:
             break
         for variant in kernel.variants:

@@ -156,8 +156,11 @@ def test_listing_the_whole_vocabulary_is_the_whole_divergence(backend, direction
     assert (fewer <= want + 1e-6).all() and (fewer > 0).all()
 
 
-def test_topk_logprobs_and_entropy(backend):
+@pytest.mark.parametrize("tile", [16, 4096])
+def test_topk_logprobs_and_entropy(backend, tile, monkeypatch):
+    monkeypatch.setattr("mopd.kernels.triton_buckets.MAX_TILE", tile)
     logits, ids, _, _ = case(4, 130, 6)
+    logits[0] = torch.linspace(-20, 20, 130)  # the maximum moves at every tile
     leaf = logits.to(DEVICE, copy=True).requires_grad_()
     got = topk_logprobs(leaf, ids.to(DEVICE), temperature=0.7, backend=backend)
     log_p = torch.log_softmax(logits.double() / 0.7, 1)
