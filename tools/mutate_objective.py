@@ -1,6 +1,6 @@
 """Plant faults in the objective, one at a time, and see whether its unit tests notice.
 
-    python tools/mutate_objective.py [--jobs 2] [--only TEXT] [--list]
+    python tools/mutate_objective.py [--jobs 2] [--only TEXT]... [--list]
 
 `tools/objective_mutants.txt` lists the faults:
 
@@ -192,10 +192,16 @@ def run(mutants: Sequence[Mutant], jobs: int) -> list[Mutant]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2, help="copies tested at the same time")
-    parser.add_argument("--only", default="", help="faults whose description contains this text")
+    parser.add_argument(
+        "--only", action="append", help="faults whose description contains this text (repeatable)"
+    )
     parser.add_argument("--list", action="store_true", help="name them and count them by function")
     args = parser.parse_args()
-    mutants = [m for m in read_mutants(MUTANTS.read_text()) if args.only in str(m)]
+    mutants = [
+        mutant
+        for mutant in read_mutants(MUTANTS.read_text())
+        if any(text in str(mutant) for text in args.only or [""])
+    ]
     if args.list:
         for (file, function), count in Counter((m.file, m.function) for m in mutants).items():
             print(f"{count:3d}  {file} {function}")

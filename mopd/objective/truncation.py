@@ -91,10 +91,9 @@ _Pair = tuple[Tensor, Tensor]
 
 def _ratio(log_ratio: Tensor, kept: Tensor) -> _Pair:
     """exp(log_ratio) where kept and a number, else exactly 0."""
-    kept = kept & log_ratio.isfinite()
-    # where before exp: a dropped token gives exactly 0, never 0 * inf
-    weight = torch.where(kept, log_ratio, 0.0).exp()
-    kept = kept & weight.isfinite()
+    weight = log_ratio.exp()
+    kept = kept & log_ratio.isfinite() & weight.isfinite()
+    # where, not a product: a dropped token gives exactly 0, never 0 * inf
     return torch.where(kept, weight, 0.0), kept
 
 
