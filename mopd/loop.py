@@ -135,7 +135,7 @@ async def collect_step(
     """
     per_prompt = config.train.samples_per_prompt
     batch = Batch([], [], Counter(), 0)
-    fresh: Sequence[Prompt] = prompts
+    fresh = list(prompts)
     for round_number in range(1 + config.train.sampling.dynamic_rounds):
         requests = sample_requests(step, fresh, per_prompt, batch.requested // per_prompt)
         scored, counts = await collect(parts, requests, config, timer)
@@ -148,15 +148,19 @@ async def collect_step(
             break
         rewards = [reward_of(sample, config.objective.orm.reward) for sample in batch.scored]
         groups = [group_of(sample.rollout.sample_id) for sample in batch.scored]
-        flat = zero_variance_groups(rewards, groups)
-        if not flat:
-            break
         domain_of = {group_of(s.rollout.sample_id): s.rollout.prompt.domain for s in batch.scored}
-        wanted = Counter(domain_of[group] for group in flat)
-        fresh = [p for name in sorted(wanted) for p in parts.prompts.draw_more(name, wanted[name])]
-        batch.scored = [s for s in batch.scored if group_of(s.rollout.sample_id) not in flat]
+        flat = zero_variance_groups(rewards, groups)
+        fresh, replaced = [], set()
+        for name in config.domains:
+            own = [group for group in domain_of if group in flat and domain_of[group] == name]
+            more = parts.prompts.draw_more(name, len(own)) if own else []
+            fresh += more
+            replaced.update(own[: len(more)])  # a domain may have too few prompts left
+        if not fresh:
+            break
+        batch.scored = [s for s in batch.scored if group_of(s.rollout.sample_id) not in replaced]
         batch.rounds += 1
-        batch.replaced += len(flat)
+        batch.replaced += len(replaced)
     return batch
 
 

@@ -24,6 +24,7 @@ class FakePrompts:
     def __init__(self) -> None:
         self.drawn = 0
         self.more: list[tuple[str, int]] = []
+        self.left = 100
         self.recorded: list[tuple[str, int, int]] = []
 
     def draw(self, n: int) -> list[Prompt]:
@@ -32,7 +33,7 @@ class FakePrompts:
 
     def draw_more(self, domain: str, n: int) -> list[Prompt]:
         self.more.append((domain, n))
-        return [p for p in (*MATH, *CODE) if p.domain == domain][:1] * n
+        return [p for p in (*MATH, *CODE) if p.domain == domain][:1] * min(n, self.left)
 
     def record(self, prompt_id: str, passed: int, judged: int) -> None:
         self.recorded.append((prompt_id, passed, judged))
@@ -268,6 +269,26 @@ def test_dynamic_sampling_replaces_flat_groups_by_the_same_domain_and_is_capped(
     ]
     (metrics,) = parts.observer.metrics  # type: ignore[attr-defined]
     assert metrics["sampling/rounds"] == 2 and metrics["sampling/replaced_groups"] == 4
+
+
+def test_a_domain_without_fresh_prompts_keeps_its_flat_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for left, kept in ((1, {"2", "3"}), (0, {"0", "2"})):
+        monkeypatch.setattr(FakePrompts, "__init__", _prompts_with(left))
+        parts, _, _ = run(group=2, rewards={"0:1:code/0:0": 1}, dynamic_rounds=1)
+        (batch,) = parts.student.batches  # type: ignore[attr-defined]
+        assert {s.sample_id.split(":")[1] for s in batch} == {"1", *kept}
+
+
+def _prompts_with(left: int) -> Any:
+    made = FakePrompts.__init__
+
+    def init(self: FakePrompts) -> None:
+        made(self)
+        self.left = left
+
+    return init
 
 
 def test_dynamic_sampling_stops_when_every_group_differs() -> None:
