@@ -72,7 +72,7 @@ def evaluate_command(arguments: argparse.Namespace, prepared: Prepared) -> int:
     config = prepared.config
     out_dir = result_folder(config, arguments.out)
     student = student_place(config, arguments.student)
-    with Progress(1, list(config.domains), plain=True if arguments.plain else None) as progress:
+    with Progress(0, list(config.domains), plain=True if arguments.plain else None) as progress:
         if student is None:
             progress.note("no student is evaluated: base and teachers alone")
         others = further_models(arguments.model)

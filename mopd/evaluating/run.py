@@ -24,9 +24,9 @@ from mopd.evaluation.answering import (
 )
 from mopd.evaluation.beforehand import teacher_warnings, verifier_warnings
 from mopd.evaluation.divergence import held_out_divergence
+from mopd.evaluation.metrics import stream
 from mopd.evaluation.outcome import EVALUATION, Evaluated, write_outcome
 from mopd.evaluation.report import write_report
-from mopd.evaluation.retention import stream
 from mopd.evaluation.sampled import sampled_entry
 from mopd.observe.progress import Progress
 from mopd.observe.versions import write_versions

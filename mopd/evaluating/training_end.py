@@ -11,8 +11,8 @@ from mopd.config.teachers import answering
 from mopd.evaluating.work import SCORED_ITEMS
 from mopd.evaluation.divergence import held_out_divergence
 from mopd.evaluation.items import Answers
+from mopd.evaluation.metrics import stream
 from mopd.evaluation.outcome import Evaluated, sample_records, scored_items, write_outcome
-from mopd.evaluation.retention import stream
 from mopd.protocols import RolloutSource, TeacherFailed, TeacherScorer
 from mopd.types import Prompt, Rollout
 

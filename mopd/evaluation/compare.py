@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mopd.errors import DataError
-from mopd.evaluation.metrics import interval, paired_bootstrap
-from mopd.evaluation.retention import stream
+from mopd.evaluation.metrics import interval, paired_bootstrap, stream
 from mopd.evaluation.significance import paired_test
 
 Scores = Mapping[str, Mapping[str, bool | None]]

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mopd.errors import DataError
-from mopd.evaluation.items import ROLES, ItemResult, Measure, Results
+from mopd.evaluation.items import ROLES, Measure, Results
+from mopd.evaluation.judged import Judged, check_sets, judged_set
 from mopd.evaluation.metrics import (
     LEVEL,
     Floats,
@@ -30,6 +29,7 @@ from mopd.evaluation.metrics import (
     quotient,
     recovery,
     retention,
+    stream,
 )
 from mopd.evaluation.significance import paired_test
 
@@ -72,14 +72,14 @@ def build_retention(
         DataError: a role or set is missing, items differ between roles or occur twice, or a
             score is not in [0, 1]; the text names role, set and items.
     """
-    sets = _check_sets(results, without_teacher)
+    sets = check_sets(results, without_teacher)
     grouped = {name: [name] for name in sets} if domains is None else dict(domains)
     if sorted(s for own in grouped.values() for s in own) != sorted(sets):
         raise DataError(f"domains {grouped} do not list each of the sets {sets} once")
     entries: dict[str, dict[str, Any]] = {}
     samples: dict[str, Floats] = {}  # domain -> [replicates, 3] means of base, teacher, student
     for name, own in grouped.items():
-        judged = [_judged(s, {r: results[r][s] for r in ROLES}, measure) for s in own]
+        judged = [judged_set(s, {r: results[r][s] for r in ROLES}, measure) for s in own]
         entries[name], resampled = _domain_entry(judged, measure, replicates, seed)
         known = [majority[s] for s in own if majority is not None and s in majority]
         entries[name]["majority_baseline"] = _mean(known) if len(known) == len(own) else None
@@ -103,7 +103,7 @@ def build_retention(
         "recovery_ci95": [None, None] if macro is None else interval(_captured(macro)),
         "forgetting": {
             name: _forgetting_entry(
-                _judged(name, {r: results[r][name] for r in ("base", "student")}, measure),
+                judged_set(name, {r: results[r][name] for r in ("base", "student")}, measure),
                 measure,
                 replicates,
                 seed,
@@ -123,46 +123,8 @@ def write_retention(retention_result: Mapping[str, Any], path: Path) -> None:
     os.replace(temporary, path)
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """One set's answers, matched by item, with the items that every role could be judged on."""
-
-    name: str
-    roles: tuple[str, ...]
-    answers: Mapping[str, Sequence[ItemResult]]
-    by_role: Mapping[str, Mapping[str, ItemResult]]
-    ids: list[str]
-    """Judged items, sorted."""
-    values: Floats
-    """[n, roles] of the measure."""
-    n_unscored: int
-
-    def column(self, role: str) -> list[float]:
-        return [float(v) for v in self.values[:, self.roles.index(role)]]
-
-    def mean(self, role: str, measure: str) -> float:
-        return _mean([_value(self.by_role[role][i], measure) for i in self.ids])
-
-    def resampled(self, replicates: int, seed: int) -> Floats:
-        """[replicates, roles] means of resampled items."""
-        return paired_bootstrap(self.values, replicates=replicates, seed=stream(seed, self.name))
-
-    def scores(self) -> dict[str, Any]:
-        means = {r: (_mean(self.column(r)) if self.ids else None) for r in self.roles}
-        return {**means, "n": len(self.ids), "n_unscored": self.n_unscored}
-
-
-def _judged(name: str, answers: Mapping[str, Sequence[ItemResult]], measure: Measure) -> _Judged:
-    ids = _common_ids(name, answers)
-    by_role = {role: {a.item_id: a for a in items} for role, items in answers.items()}
-    judged = [i for i in ids if all(by_role[r][i].correct is not None for r in answers)]
-    rows = [[_value(by_role[r][i], measure) for r in answers] for i in judged]
-    values = np.array(rows, dtype=np.float64).reshape(len(judged), len(answers))
-    return _Judged(name, tuple(answers), answers, by_role, judged, values, len(ids) - len(judged))
-
-
 def _domain_entry(
-    sets: Sequence[_Judged], measure: Measure, replicates: int, seed: int
+    sets: Sequence[Judged], measure: Measure, replicates: int, seed: int
 ) -> tuple[dict[str, Any], Floats | None]:
     """One domain's entry, and its [replicates, 3] resampled means (None if nothing was judged)."""
     about: dict[str, Any] = {
@@ -248,7 +210,7 @@ _UNSCORED: dict[str, Any] = {
 
 
 def _test(
-    sets: Sequence[_Judged], first: str, second: str, replicates: int, seed: int
+    sets: Sequence[Judged], first: str, second: str, replicates: int, seed: int
 ) -> dict[str, Any]:
     """The sets' items together, weighted so that every set counts the same."""
     weights = [1.0 / len(s.ids) for s in sets for _ in s.ids]
@@ -262,7 +224,7 @@ def _test(
 
 
 def _only_format(
-    sets: Sequence[_Judged], change_ci95: Sequence[float | None], replicates: int, seed: int
+    sets: Sequence[Judged], change_ci95: Sequence[float | None], replicates: int, seed: int
 ) -> dict[str, Any] | None:
     """Is the gain over the base one of form only? None where that cannot be said.
 
@@ -286,7 +248,7 @@ def _only_format(
     return {"flagged": flagged, "change": _mean(changes), "ci95": ci95}
 
 
-def _seen_in_answers(sets: Sequence[_Judged], roles: Sequence[str]) -> dict[str, Any]:
+def _seen_in_answers(sets: Sequence[Judged], roles: Sequence[str]) -> dict[str, Any]:
     """Means over all items (judged or not) of length, truncation and the `QUALITIES`, by role.
 
     A quality that some answer has no value of is null.
@@ -308,7 +270,7 @@ def _seen_in_answers(sets: Sequence[_Judged], roles: Sequence[str]) -> dict[str,
 
 
 def _forgetting_entry(
-    judged: _Judged, measure: Measure, replicates: int, seed: int
+    judged: Judged, measure: Measure, replicates: int, seed: int
 ) -> dict[str, Any]:
     """Base and student on a set without a teacher."""
     entry: dict[str, Any] = {
@@ -369,77 +331,3 @@ def _mean_of(entries: Mapping[str, Mapping[str, Any]], names: Sequence[str], key
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
-
-
-def stream(seed: int, name: str) -> int:
-    """A set's own seed, so that adding a set leaves the others' intervals as they were."""
-    return (seed << 32) + zlib.crc32(name.encode())
-
-
-def _value(answer: ItemResult, measure: str) -> float:
-    value = answer.correct if measure == "correct" else answer.score
-    assert value is not None  # judged items only
-    return float(value)
-
-
-def _check_sets(results: Results, without_teacher: Collection[str]) -> list[str]:
-    """Sets that have a teacher, in the base's order."""
-    if set(results) != set(ROLES):
-        raise DataError(f"expected results of the roles {list(ROLES)}, got {sorted(results)}")
-    wanted = {r: set(results[r]) - set(without_teacher) for r in ROLES}
-    for role in ("teacher", "student"):
-        if wanted[role] != wanted["base"]:
-            raise DataError(
-                f"evaluation of {role} and base cover different domains: only {role} has "
-                f"{sorted(wanted[role] - wanted['base'])}, only base has "
-                f"{sorted(wanted['base'] - wanted[role])}"
-            )
-    for role in ("base", "student"):
-        missing = sorted(set(without_teacher) - set(results[role]))
-        if missing:
-            raise DataError(f"{role} was not evaluated on the domain(s) {missing}")
-    if not wanted["base"]:
-        raise DataError("no domain was evaluated")
-    return [d for d in results["base"] if d in wanted["base"]]
-
-
-def _common_ids(name: str, answers: Mapping[str, Sequence[ItemResult]]) -> list[str]:
-    """The domain's item ids, sorted, once it is proven that all roles answered just these."""
-    ids: dict[str, list[str]] = {}
-    for role, items in answers.items():
-        ids[role] = sorted(a.item_id for a in items)
-        twice = sorted({a for a, b in zip(ids[role], ids[role][1:], strict=False) if a == b})
-        if twice:
-            raise DataError(
-                f"domain {name!r}: {role} answered item(s) more than once: {_few(twice)}"
-            )
-        for answer in items:
-            _check_item(name, role, answer)
-    first = next(iter(answers))
-    for role, own in ids.items():
-        if own != ids[first]:
-            raise DataError(
-                f"domain {name!r}: {role} and {first} answered different items, so they cannot be "
-                f"compared: {_few(sorted(set(own) - set(ids[first])))} only by {role}, "
-                f"{_few(sorted(set(ids[first]) - set(own)))} only by {first}"
-            )
-    if not ids[first]:
-        raise DataError(f"domain {name!r}: no held-out item was evaluated")
-    return ids[first]
-
-
-def _check_item(name: str, role: str, answer: ItemResult) -> None:
-    where = f"domain {name!r}, {role}, item {answer.item_id!r}"
-    if (answer.correct is None) != (answer.score is None):
-        raise DataError(
-            f"{where}: correct={answer.correct} but score={answer.score}; an item is "
-            "either judged (both) or not (neither)"
-        )
-    if answer.score is not None and not 0.0 <= answer.score <= 1.0:
-        raise DataError(f"{where}: score {answer.score} is not in [0, 1]")
-
-
-def _few(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(repr(n) for n in names[:limit])
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"[{shown}{rest}]"

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from mopd.evaluation.items import ItemResult
-from mopd.evaluation.metrics import interval, paired_bootstrap
-from mopd.evaluation.retention import stream
+from mopd.evaluation.metrics import interval, paired_bootstrap, stream
 from mopd.evaluation.significance import paired_test
 
 Answered = Mapping[str, Mapping[str, Sequence[ItemResult]]]

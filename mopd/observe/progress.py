@@ -78,7 +78,7 @@ class Progress:
     """The display of one run; a context manager.
 
     Args:
-        total_steps: of the whole run.
+        total_steps: of the whole run; 0: there are no steps to show (an evaluation).
         domains: in the order to show them.
         plain: True for plain lines, False for the live display, None: live if `file` is a terminal.
         first_step: steps already done when a resumed run goes on.
@@ -341,7 +341,7 @@ class Progress:
 
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = []
-        if self._metrics or not self._waiting:
+        if self._total and (self._metrics or not self._waiting):
             head = Table.grid(padding=(0, 1))
             elapsed = f"elapsed {duration(self._now() - self._began)}"
             head.add_row(
