@@ -143,12 +143,12 @@ def sampled_rows(run: RunFiles) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
 def cost_rows(run: RunFiles) -> list[tuple[str, ...]]:
     """(stage, seconds, reserved seconds, share, reserved seconds a point), then the sum.
 
-    Reserved: wall seconds of the stage times the GPUs (else cores) of the processes that work in
-    it. A point is one hundredth of the mean score over the domains, student - base; stages that
+    Reserved: wall seconds of the stage times the GPUs of the processes that work in it, or their
+    cores where the run has no GPU. A point is one hundredth of the mean score over the domains, student - base; stages that
     overlap (scoring begins while sampling goes on) count where the loop waited for them.
     """
     sums = {name: math.fsum(v for _, v in run.curve(f"time/{name}_s")) for name in stages(run)}
-    reserved = {name: seconds * _units(run, name)[0] for name, seconds in sums.items()}
+    reserved = {name: seconds * _units(run, name) for name, seconds in sums.items()}
     total = math.fsum(reserved.values())
     if total <= 0:
         return []
@@ -188,15 +188,22 @@ def points_gained(run: RunFiles) -> float | None:
 
 def cost_unit(run: RunFiles) -> str:
     """GPU-seconds where any process of the run has a GPU, else core-seconds."""
-    return (
-        "GPU-seconds"
-        if any(_units(run, s)[1] for s in ("train", "generate", "score"))
-        else ("core-seconds")
-    )
+    return "GPU-seconds" if _has_gpus(run) else "core-seconds"
 
 
-def _units(run: RunFiles, stage: str) -> tuple[float, bool]:
-    """(GPUs, or else cores, that a stage's processes reserve; whether they are GPUs)."""
+def _has_gpus(run: RunFiles) -> bool:
+    return any(gpus > 0 for gpus, _ in _reserved(run).values())
+
+
+def _units(run: RunFiles, stage: str) -> float:
+    """GPUs that a stage's processes reserve, or their cores where the run has no GPU at all: the
+    two are never added up."""
+    gpus, cores = _reserved(run).get(stage, (0.0, 1.0))
+    return gpus if _has_gpus(run) else cores
+
+
+def _reserved(run: RunFiles) -> dict[str, tuple[float, float]]:
+    """stage -> (GPUs, cores) of all its processes."""
     config = run.config
     student, rollout = config.get("student") or {}, config.get("rollout") or {}
     layout = student.get("parallel") or {}
@@ -204,22 +211,20 @@ def _units(run: RunFiles, stage: str) -> tuple[float, bool]:
     train = _process(ranks, student.get("gpus_per_rank"), student.get("threads_per_rank"))
     engines = int(rollout.get("engines") or 1)
     generate = _process(engines, rollout.get("gpus_per_engine"), rollout.get("threads_per_engine"))
-    teachers = [t for t in (config.get("teachers") or {}).values() if not t.get("endpoints")]
-    each = [
-        _process(int(t.get("replicas") or 1), t.get("gpus"), t.get("threads")) for t in teachers
+    started = [t for t in (config.get("teachers") or {}).values() if not t.get("endpoints")]
+    score = [
+        _process(int(t.get("replicas") or 1), t.get("gpus"), t.get("threads")) for t in started
     ]
-    score = (sum(units for units, _ in each), any(gpu for _, gpu in each))
-    by_stage = {
+    return {
         "generate": generate,
-        "score": score,
+        "score": (sum(gpus for gpus, _ in score), sum(cores for _, cores in score)),
         "train": train,
-        "sync": (train[0] + generate[0], train[1]),
+        "sync": (train[0] + generate[0], train[1] + generate[1]),
     }
-    return by_stage.get(stage, (1.0, False))
 
 
-def _process(count: int, gpus: float | None, threads: int | None) -> tuple[float, bool]:
-    return (count * gpus, True) if gpus else (count * float(threads or 1), False)
+def _process(count: int, gpus: float | None, threads: int | None) -> tuple[float, float]:
+    return count * float(gpus or 0), count * float(threads or 1)
 
 
 def failure_rows(run: RunFiles) -> list[tuple[str, int, int]]:

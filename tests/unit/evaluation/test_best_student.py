@@ -126,6 +126,7 @@ def test_a_best_that_later_steps_replaced_is_looked_for_anew(tmp_path):
     again = Run(tmp_path, {20: 12})
     again.evaluator.forget_after(10)
     again.best.begin(first_step=10)
+    assert not (tmp_path / "best").exists()  # what was kept is of a step that is made anew
     again.evaluate(20)
     assert again.kept() == ("20", 20)
 

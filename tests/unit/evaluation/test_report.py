@@ -331,17 +331,24 @@ def test_cost_is_seconds_times_what_the_stage_reserves(run_dir):
     run = read_run(run_dir)
     run.config = {
         **run.config,
-        "student": {"parallel": {"dp": 2}, "gpus_per_rank": 1.0},
-        "rollout": {"engines": 1, "gpus_per_engine": 2.0},
-        "teachers": {"a": {"gpus": 1.0, "replicas": 2}, "b": {"endpoints": ["http://x"]}},
+        "student": {"parallel": {"dp": 2, "tp": 2}, "threads_per_rank": 3},
+        "rollout": {"engines": 1, "threads_per_engine": 2},
+        "teachers": {"a": {"threads": 4, "replicas": 2}, "b": {"endpoints": ["http://x"]}},
     }
-    rows = {row[0]: row for row in cost_rows(run)}
-    for stage, units in (("generate", 2), ("train", 2), ("score", 2), ("sync", 4), ("judge", 1)):
-        wall = sum(v for _, v in run.curve(f"time/{stage}_s"))
-        assert float(rows[stage][2]) == pytest.approx(units * wall, abs=1), stage
+
+    def check(**units: float) -> None:
+        rows = {row[0]: row for row in cost_rows(run)}
+        for stage, number in units.items():
+            wall = sum(v for _, v in run.curve(f"time/{stage}_s"))
+            assert float(rows[stage][2]) == pytest.approx(number * wall, abs=1), stage
+        total = float(rows["all"][2])
+        assert float(rows["all"][4]) == pytest.approx(total / points_gained(run), abs=0.1)
+
+    check(generate=2, train=12, score=8, sync=14, judge=1)
+    assert cost_unit(run) == "core-seconds"
+    run.config["student"]["gpus_per_rank"] = 1.0
+    check(generate=0, train=4, score=0, sync=4, judge=0)  # cores are no part of GPU-seconds
     assert cost_unit(run) == "GPU-seconds"
-    total = float(rows["all"][2])
-    assert float(rows["all"][4]) == pytest.approx(total / points_gained(run), abs=0.1)
 
 
 def test_best_student_and_early_end_are_facts(tmp_path):
