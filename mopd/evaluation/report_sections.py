@@ -144,8 +144,9 @@ def cost_rows(run: RunFiles) -> list[tuple[str, ...]]:
     """(stage, seconds, reserved seconds, share, reserved seconds a point), then the sum.
 
     Reserved: wall seconds of the stage times the GPUs of the processes that work in it, or their
-    cores where the run has no GPU. A point is one hundredth of the mean score over the domains, student - base; stages that
-    overlap (scoring begins while sampling goes on) count where the loop waited for them.
+    cores where the run has no GPU. A point is one hundredth of the mean score over the domains,
+    student - base; stages that overlap (scoring begins while sampling goes on) count where the
+    loop waited for them.
     """
     sums = {name: math.fsum(v for _, v in run.curve(f"time/{name}_s")) for name in stages(run)}
     reserved = {name: seconds * _units(run, name) for name, seconds in sums.items()}
