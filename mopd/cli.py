@@ -7,6 +7,7 @@
     mopd report RUN_DIR [--gate BOUNDS]                  write a run's report again; judge it
     mopd report --compare RUN_A RUN_B                    two runs' students on the same items
     mopd report --seeds RUN ...                          mean and spread over runs of one recipe
+    mopd convert to-hf|to-megatron SOURCE OUT            Hugging Face <-> Megatron checkpoints
 
 Files are merged in order, so a second one can add a domain and its teacher; ``key=value`` wins
 over both. Exit code 0: done; 1: something a user can mend, said in one message; 2: wrong usage;
@@ -127,7 +128,35 @@ def _parser() -> argparse.ArgumentParser:
         "min_headroom=...; lower ends of the intervals count, with bound=point the values",
     )
     report.set_defaults(run=_report)
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    text = "Hugging Face folders <-> Megatron checkpoints, in one process"
+    convert = commands.add_parser("convert", help=text, description=text)
+    ways = convert.add_subparsers(required=True, metavar="WAY", dest="way")
+    for way, what, out in (
+        ("to-hf", "a run's checkpoint (RUN/checkpoints/step_N) or a Megatron one", "new folder"),
+        ("to-megatron", "a Hugging Face folder", "new Megatron distributed checkpoint"),
+    ):
+        command = ways.add_parser(way, help=f"from {what}", description=f"From {what}.")
+        command.add_argument("source", type=Path, metavar="SOURCE", help=what)
+        command.add_argument("out", type=Path, metavar="OUT", help=out)
+        if way == "to-hf":
+            command.add_argument(
+                "--like",
+                type=Path,
+                required=True,
+                metavar="HF_FOLDER",
+                help="whose config and tokenizer it has: the student.model of the run",
+            )
+        command.add_argument(
+            "--dtype",
+            choices=("float32", "bfloat16"),
+            help="of the weights written; default: what config.json says",
+        )
+    convert.set_defaults(run=_convert)
 
 
 def _prepare(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]
@@ -201,6 +230,21 @@ def _over_seeds(runs: Sequence[Path]) -> tuple[Any, list[str]]:
 
     rows, different = over_seeds(runs)
     return seeds_table(rows, runs), different
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from mopd.runtime.ports import free_port
+    from mopd.student import convert
+
+    like = arguments.source if arguments.way == "to-megatron" else arguments.like
+    dtype = arguments.dtype or convert.dtype_of(like)
+    port = free_port("127.0.0.1")
+    if arguments.way == "to-megatron":
+        count = convert.to_megatron(arguments.source, arguments.out, dtype, port)
+    else:
+        count = convert.to_hugging_face(arguments.source, arguments.out, like, dtype, port)
+    print(f"{arguments.out}: {count} Megatron tensors, {dtype}")
+    return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -62,7 +62,6 @@ class StudentConfig:
     freeze_routers: bool = True
     router_bias_update_rate: float = 0.0  # of expert biases, where freeze_routers is false
     routing_replay: bool = False  # train on the expert choices of the rollout (R3)
-    fp32_head: bool = False  # logits in float32 under bfloat16, in training and rollout
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_size: int = 64  # samples per forward per data-parallel rank
     max_tokens_per_microbatch: int | None = None  # instead: tokens per forward, padding included
@@ -70,6 +69,7 @@ class StudentConfig:
     recompute: str = "none"  # none | attention | layers: activations computed again, not kept
     kernel: str = "auto"  # auto | triton | torch: who computes the logprobs
     loss_head: str = "logits"  # logits | fused: the LM head tile by tile, its logits never whole
+    fp32_head: bool = False  # the LM head's product and logits in float32, rollouts' too
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     threads_per_rank: int = 1
     gpus_per_rank: float = 0.0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mopd.errors import ModelError
 from mopd.student import parallel
-from mopd.student.files import replace_directory, write_tensors, write_text
+from mopd.student.files import recover, replace_directory, write_tensors, write_text
 from mopd.student.optimizer import MOMENTS, Optimizer
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
 
@@ -42,23 +42,26 @@ def save(
     `identity` is what `load` will insist on. Raises ModelError where it cannot be written.
     """
     temporary = directory.with_name(f".{directory.name}.partial")
-    files = {WEIGHTS: weights.collect(parameters)}
-    for moment, tensors in optimizer.moments().items():
-        files[f"{moment}.safetensors"] = weights.collect(tensors)
-    files |= {name: dict(tensors) for name, tensors in (further or {}).items()}
+    what = f"could not save the student under {directory}"
     state = {"format": FORMAT, "optimizer_steps": optimizer.steps, **identity}
 
-    def write() -> None:
+    def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for name, tensors in files.items():
+
+    def finish() -> None:
+        for name, tensors in (further or {}).items():
             write_tensors(tensors, temporary / name)
         # No step draws random numbers (dropout is 0); kept so that one which did would resume.
         write_tensors({"cpu": torch.get_rng_state()}, temporary / RNG)
         write_text(json.dumps(state, indent=2) + "\n", temporary / STATE)
         replace_directory(temporary, directory)
 
-    parallel.on_rank_zero(write, f"could not save the student under {directory}")
+    parallel.on_rank_zero(begin, what)
+    weights.write(parameters, temporary / WEIGHTS)
+    for moment, tensors in optimizer.moments().items():
+        weights.write(tensors, temporary / f"{moment}.safetensors")
+    parallel.on_rank_zero(finish, what)
 
 
 def load(
@@ -73,6 +76,7 @@ def load(
 
     Raises ModelError for a checkpoint that is not there, not whole, or of another model.
     """
+    parallel.on_rank_zero(lambda: recover(directory), f"could not read {directory}")
     state = _read_state(directory, {"format": FORMAT, **identity})
     source = SafetensorsFolder(directory / WEIGHTS)
     source.check(shapes)

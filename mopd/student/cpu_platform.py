@@ -108,6 +108,41 @@ def _split_sizes_for_gloo(tensor: Any, as_numpy: bool = False, record_stream: bo
     return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _gather_for_gloo(
+    input_: torch.Tensor,
+    group: Any,
+    output_split_sizes: Any = None,
+    use_global_buffer: bool = False,
+) -> torch.Tensor:
+    """Stand-in for Megatron's gather along the first dimension: gloo wants equal sizes, and with
+    expert tensor parallelism every rank has as many tokens as were routed to it."""
+    size = group.size()
+    if size == 1:
+        return input_
+    equal = [input_.shape[0]] * size
+    sizes = [int(n) for n in (equal if output_split_sizes is None else output_split_sizes)]
+    longest = max(sizes)
+    padded = input_.new_zeros(longest, *input_.shape[1:])
+    padded[: input_.shape[0]] = input_
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    torch.distributed.all_gather(parts, padded, group=group)
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatter_for_gloo(
+    input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
+) -> torch.Tensor:
+    """Its counterpart: the sum over the ranks, of which each keeps its own rows."""
+    size, rank = group.size(), group.rank()
+    if size == 1:
+        return input_
+    equal = [input_.shape[0] // size] * size
+    sizes = [int(n) for n in (equal if input_split_sizes is None else input_split_sizes)]
+    total = input_.contiguous().clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+
+
 def install() -> bool:
     """Mend this process if it has no accelerator; returns whether it is (now) mended.
 
@@ -135,12 +170,14 @@ def install() -> bool:
     tensor.cuda = lambda self, *_, **__: self
 
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
     # Recomputed layers put the generators back; torch's own is handled beside this one.
     random._get_cuda_rng_state = lambda *_, **__: None
     random._set_cuda_rng_state = lambda *_, **__: None
+    mappings._gather_along_first_dim = _gather_for_gloo
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter_for_gloo
     schedules.torch = _TorchForSchedules("torch")
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_for_gloo
     _installed = True

@@ -163,24 +163,6 @@ def build(family: Family, config: StudentConfig, vocabulary: int) -> Any:
     return model
 
 
-def compute_head_in_float32(model: Any) -> None:
-    """Logits from float32 copies of the last hidden states and of the head's weight.
-
-    MiniMax-M1 (arXiv 2506.13585): most of the difference between the probabilities of training and
-    rollout engine came from the head's precision.
-    """
-    layer = getattr(model, "output_layer", None)
-    if layer is None:
-        return  # not the last pipeline stage
-    forward = layer.forward
-
-    def in_float32(hidden: Tensor, weight: Tensor | None = None, **named: Any) -> Any:
-        weight = layer.weight if weight is None else weight
-        return forward(hidden.float(), weight=weight.float(), **named)
-
-    layer.forward = in_float32
-
-
 def state(model: Any) -> dict[str, Tensor]:
     """What of this rank belongs into a checkpoint, by Megatron name: the parameters, and the
     routers' expert biases, which Megatron keeps as buffers."""

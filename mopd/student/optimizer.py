@@ -131,6 +131,16 @@ class Optimizer:
                     piece.main.copy_(piece.of(main[name]))
                 parameter.copy_(main[name])
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The whole gradients of the last backward, by Megatron name. Collective."""
+        return {
+            # The distributed optimizer sums each piece on its owner alone.
+            name: self._whole(name, lambda piece, p=parameter: piece.of(p.main_grad))
+            if self._config.distributed
+            else parameter.main_grad
+            for name, parameter in self._parameters.items()
+        }
+
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Adam's moments, by moment and Megatron name; zeros before the first step. Collective."""
         return {

@@ -8,9 +8,7 @@ process globals.
 from __future__ import annotations
 
 import gc
-import json
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +36,12 @@ from mopd.student import (
     routing,
 )
 from mopd.student.critic import Critic
-from mopd.student.families import family_of
-from mopd.student.files import write_tensors
 from mopd.student.loss_head import LossHead, Update
 from mopd.student.microbatches import Microbatch
+from mopd.student.opening import open_checkpoint
 from mopd.student.optimizer import Optimizer
 from mopd.student.routing import RoutingReplay
+from mopd.student.save_hf import copy_settings
 from mopd.student.schedule import learning_rate
 from mopd.student.teacher_models import TeacherModels
 from mopd.student.token_scores import TokenScorer, VocabularyShard
@@ -105,7 +103,7 @@ class StudentRank:
         self.total_steps, self.temperature, self.pad_id = total_steps, temperature, pad_id
         self.epochs, self.minibatches = epochs, minibatches
         self._teacher_folders = dict(teacher_folders or {})
-        self.family, source = _open_checkpoint(config)
+        self.family, source = open_checkpoint(Path(config.model))
         if not 1 <= valid_vocab <= self.family.vocabulary:
             raise ModelError(
                 f"{config.model}: the tokenizer has {valid_vocab} ids, the model's head "
@@ -134,8 +132,6 @@ class StudentRank:
         slots = model.slots(self.model, self.family)
         model.mark_experts(self.model, slots)
         self.frozen = model.freeze_routers(self.model) if self.config.freeze_routers else []
-        if self.config.fp32_head:
-            model.compute_head_in_float32(self.model)
         self._replay = RoutingReplay(self.model) if self.config.routing_replay else None
         self.weights = ShardedWeights(
             slots,
@@ -408,9 +404,7 @@ class StudentRank:
     def gradients(self) -> dict[str, Tensor] | None:
         """The last step's gradients before clipping, by Hugging Face name, on rank 0 (for
         checks; clipping scales them in place)."""
-        return self.weights.collect(
-            {n: p.main_grad for n, p in self.model.named_parameters() if p.requires_grad}
-        )
+        return self.weights.collect(self._optimizer.gradients())
 
     def export(self, path: str | Path) -> dict[str, tuple[int, ...]]:
         """Write all weights as one Hugging Face safetensors file; returns name -> shape.
@@ -418,30 +412,19 @@ class StudentRank:
         The file appears whole or not at all. Rows added for tensor parallelism are not in it.
         Raises ModelError where it cannot be written.
         """
-        tensors = self.weights.collect(self._parameters())
-        return parallel.on_rank_zero(
-            lambda: write_tensors(tensors, Path(path)), f"could not export the student to {path}"
-        )
+        # Not durable: it is read once and removed.
+        return self.weights.write(self._parameters(), Path(path), durable=False)
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load: the weights, and the
         source checkpoint's config and tokenizer files."""
         directory = Path(directory)
-        tensors = self.weights.collect(self._parameters())
 
-        def write() -> None:
-            directory.mkdir(parents=True, exist_ok=True)
-            for file in Path(self.config.model).iterdir():
-                weights = file.suffix in {".safetensors", ".bin", ".pt", ".gguf"}
-                if file.is_file() and not weights and not file.name.endswith(".index.json"):
-                    shutil.copyfile(file, directory / file.name)
-            config_file = directory / "config.json"
-            settings = json.loads(config_file.read_text())
-            settings["dtype"] = self.config.dtype
-            config_file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-            write_tensors(tensors, directory / checkpoint.WEIGHTS)
-
-        parallel.on_rank_zero(write, f"could not write the student to {directory}")
+        parallel.on_rank_zero(
+            lambda: copy_settings(Path(self.config.model), directory, self.config.dtype),
+            f"could not write the student to {directory}",
+        )
+        self.weights.write(self._parameters(), directory / checkpoint.WEIGHTS)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -501,21 +484,3 @@ class StudentRank:
         self._ddp.__dict__.clear()
         self.__dict__.clear()
         gc.collect()
-
-
-def _open_checkpoint(config: StudentConfig) -> tuple[Any, SafetensorsFolder]:
-    """The family and the weights of `config.model`, both checked."""
-    folder = Path(config.model)
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"student.model {config.model!r}: no config.json there. Expected a Hugging Face "
-            "checkpoint folder."
-        )
-    from transformers import AutoConfig
-
-    model_type = json.loads((folder / "config.json").read_text()).get("model_type", "")
-    family_class = family_of(model_type, str(folder))
-    family = family_class(AutoConfig.from_pretrained(folder), str(folder))
-    source = SafetensorsFolder(folder)
-    source.check(family.shapes(), tied_head=family.tied)
-    return family, source

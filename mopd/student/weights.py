@@ -8,9 +8,10 @@ parallel layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from mopd.errors import ModelError
 from mopd.student.families.base import Slot
+from mopd.student.files import TensorWriter
 from mopd.student.packing import Packing
 
+BUCKET_BYTES = 256 * 1024**2
 _SHOWN = 8
 
 
@@ -143,13 +146,20 @@ class ShardedWeights:
             else (0, 1)
             for name, slot in slots.items()
         }
+        self._plans: dict[Any, _Plan] = {}
 
     def names(self, parameter: str) -> tuple[str, ...]:
         """Hugging Face names that Megatron's `parameter` is packed from."""
         return self._slots[parameter].hf
 
-    def load(self, source: SafetensorsFolder, into: Mapping[str, Tensor]) -> None:
-        """Copy this rank's part of `source` into tensors given by Megatron name."""
+    def load(
+        self,
+        source: SafetensorsFolder,
+        into: Mapping[str, Tensor],
+        tick: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Copy this rank's part of `source` into tensors given by Megatron name; `tick` is told
+        of each."""
         with torch.no_grad():
             for name, target in into.items():
                 slot = self._slots[name]
@@ -157,53 +167,171 @@ class ShardedWeights:
                 value = slot.packing.shard(full, *self._shard[name])
                 assert value.shape == target.shape, (name, value.shape, target.shape)
                 target.copy_(value)
+                tick(name)
 
     def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Whole Hugging Face tensors on rank 0 (CPU), None elsewhere. Every rank must call.
 
-        `tensors` by Megatron name: the parameters, or anything of their shapes. Each part travels
-        once, from the first rank that holds it.
+        `tensors` by Megatron name: the parameters, or anything of their shapes.
         """
-        parts = {
-            name: _Part(
-                self._slots[name].hf,
-                self._slots[name].packing,
-                self._shard[name],
-                tuple(tensor.shape),
-                tensor.dtype,
-            )
-            for name, tensor in tensors.items()
-        }
-        by_rank: list[list[_Part]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(by_rank, list(parts.values()))
-        owned = _first_holders(by_rank)
+        found = dict(self.stream(tensors))
+        return found if dist.get_rank() == 0 else None
+
+    def write(
+        self,
+        tensors: Mapping[str, Tensor],
+        path: Path,
+        *,
+        durable: bool = True,
+        tick: Callable[[str], None] = lambda _: None,
+    ) -> dict[str, tuple[int, ...]]:
+        """Whole tensors into one safetensors file, bucket by bucket; returns name -> shape.
+
+        Every rank must call; rank 0 writes, and holds one bucket beside its own shard. The file
+        appears whole or not at all. Raises ModelError, on every rank, where it cannot be written.
+        """
+        manifest = self.manifest(tensors)
+        writer: TensorWriter | None = None
+        failure: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                writer = TensorWriter(path, manifest)
+            except OSError as error:
+                failure[0] = str(error)
+        for name, tensor in self.stream(tensors):
+            if writer is not None and failure[0] is None:
+                try:
+                    writer.add(name, tensor)
+                except OSError as error:
+                    failure[0] = str(error)  # the other ranks still send: go on receiving
+            tick(name)
+        if writer is not None:
+            try:
+                if failure[0] is None:
+                    writer.finish(durable)
+                else:
+                    writer.abandon()
+            except OSError as error:
+                failure[0] = str(error)
+        dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise ModelError(f"could not write {path}: {failure[0]}.")
+        return {name: shape for name, (_, shape) in manifest.items()}
+
+    def stream(
+        self, tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole CPU tensor), on rank 0; nothing elsewhere. Every rank must
+        exhaust it, without other collectives in between.
+
+        Each part travels once, from the first rank that holds it, in one message a rank and
+        bucket, so that rank 0 holds no more than a bucket of whole tensors at a time.
+        """
+        plan = self._plan(tensors)
         rank = dist.get_rank()
-        mine = owned[rank]
-        local = {parts[name].key: tensor for name, tensor in tensors.items()}
-        # One byte buffer a rank: dtypes may differ between tensors, and one message is cheap.
-        if rank != 0:
-            if mine:
-                dist.send(_as_bytes([local[part.key] for part in mine]), dst=0)
-            return None
-        shards: dict[tuple[str, ...], dict[int, Tensor]] = {}
-        packing: dict[tuple[str, ...], _Part] = {}
-        for source, owned_parts in enumerate(owned):
-            if not owned_parts:
+        local = {part.key: tensors[name] for name, part in plan.mine.items()}
+        for bucket in plan.buckets(bucket_bytes):
+            if rank != 0:
+                parts = bucket.owned[rank]
+                if parts:
+                    dist.send(_as_bytes([local[part.key] for part in parts]), dst=0)
                 continue
-            if source == 0:
-                values = [local[part.key].detach().cpu() for part in owned_parts]
-            else:
-                values = _receive(owned_parts, source, next(iter(tensors.values())).device)
-            for part, value in zip(owned_parts, values, strict=True):
-                shards.setdefault(part.hf, {})[part.shard[0]] = value
-                packing[part.hf] = part
-        out: dict[str, Tensor] = {}
-        for names, found in shards.items():
-            part = packing[names]
-            assert len(found) == part.shard[1], (names, sorted(found))
-            joined = part.packing.join([found[i] for i in range(part.shard[1])])
-            # .clone(): safetensors refuses views that share storage.
-            out.update(zip(names, (t.clone().contiguous() for t in joined), strict=True))
+            shards: dict[tuple[str, ...], dict[int, Tensor]] = {}
+            for source, parts in enumerate(bucket.owned):
+                if source == 0:
+                    values = [local[part.key].detach().cpu() for part in parts]
+                else:
+                    device = next(iter(tensors.values())).device
+                    values = _receive(parts, source, device) if parts else []
+                for part, value in zip(parts, values, strict=True):
+                    shards.setdefault(part.hf, {})[part.shard[0]] = value
+            for part in bucket.tensors:
+                found = shards.pop(part.hf)
+                assert len(found) == part.shard[1], (part.hf, sorted(found))
+                joined = part.packing.join([found[i] for i in range(part.shard[1])])
+                # .clone(): what is handed out must not change with the next step.
+                yield from zip(part.hf, (t.clone().contiguous() for t in joined), strict=True)
+
+    def manifest(
+        self, tensors: Mapping[str, Tensor]
+    ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Hugging Face name -> (dtype, shape) of what `stream` gives, in its order. Collective."""
+        return self._plan(tensors).manifest()
+
+    def _plan(self, tensors: Mapping[str, Tensor]) -> _Plan:
+        """Who sends what; asked of the other ranks once for each kind of call."""
+        key = tuple((name, tensor.dtype) for name, tensor in tensors.items())
+        if key not in self._plans:
+            mine = {
+                name: _Part(
+                    self._slots[name].hf,
+                    self._slots[name].packing,
+                    self._shard[name],
+                    tuple(tensor.shape),
+                    tensor.dtype,
+                )
+                for name, tensor in tensors.items()
+            }
+            by_rank: list[list[_Part]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(by_rank, list(mine.values()))
+            self._plans[key] = _Plan(mine, _first_holders(by_rank))
+        return self._plans[key]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    tensors: list[_Part]
+    """One part of each tensor (or pack of tensors) that is put together."""
+    owned: list[list[_Part]]
+    """Per rank, what it sends."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How whole tensors are put together from the ranks' parts; the same on every rank."""
+
+    mine: dict[str, _Part]
+    """This rank's parts by Megatron name."""
+    owned: list[list[_Part]]
+    """Per rank, the parts that no lower rank holds."""
+
+    def buckets(self, limit: int) -> list[_Bucket]:
+        """Whole tensors in order of first appearance, at most `limit` bytes (or one) together."""
+        sizes: dict[tuple[str, ...], int] = {}
+        first: dict[tuple[str, ...], _Part] = {}
+        for part in (part for parts in self.owned for part in parts):
+            sizes[part.hf] = sizes.get(part.hf, 0) + part.nbytes
+            first.setdefault(part.hf, part)
+        groups: list[list[tuple[str, ...]]] = []
+        used = 0
+        for names, size in sizes.items():
+            if not groups or used + size > limit:
+                groups.append([])
+                used = 0
+            groups[-1].append(names)
+            used += size
+        return [
+            _Bucket(
+                [first[names] for names in group],
+                [[p for p in parts if p.hf in wanted] for parts in self.owned],
+            )
+            for group in groups
+            for wanted in [set(group)]
+        ]
+
+    def manifest(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Hugging Face name -> (dtype, shape), in the order of the stream."""
+        shapes: dict[tuple[str, ...], dict[int, _Part]] = {}
+        for part in (part for parts in self.owned for part in parts):
+            shapes.setdefault(part.hf, {})[part.shard[0]] = part
+        out = {}
+        for names, parts in shapes.items():
+            shards = [
+                torch.empty(parts[i].shape, dtype=parts[i].dtype, device="meta")
+                for i in range(len(parts))
+            ]
+            for name, tensor in zip(names, parts[0].packing.join(shards), strict=True):
+                out[name] = (tensor.dtype, tuple(tensor.shape))
         return out
 
 

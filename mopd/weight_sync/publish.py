@@ -8,10 +8,12 @@ only partly loaded, or that still answers from old weights or an old cache, does
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 
 from mopd.errors import WeightSyncError
@@ -72,18 +74,39 @@ class VerifiedWeightSync:
             WeightSyncError: names or shapes differ, or the probe's logprobs do.
         """
         path = self._directory / f"mopd-weights-{os.getpid()}-{version}.safetensors"
+        started = time.perf_counter()
+        trainer: asyncio.Future[Sequence[Sequence[float]]] | None = None
         try:
             await self._student.export(path)
+            exported = time.perf_counter()
+            # The trainer has nothing else to do while the engines load.
+            trainer = asyncio.ensure_future(self._student.logprobs(self._probe))
             await self._engines.update_weights(path, version)
+            loaded = time.perf_counter()
+            error = await self._compare(version, trainer)
         finally:
+            if trainer is not None:
+                trainer.cancel()
             path.unlink(missing_ok=True)
-        return {"sync/probe_error": await self.verify(version)}
+        return {
+            "sync/probe_error": error,
+            "sync/export_s": exported - started,
+            "sync/load_s": loaded - exported,
+            "sync/probe_s": time.perf_counter() - loaded,
+        }
 
     async def verify(self, version: int) -> float:
         """Largest disagreement on the probe, nats; raises WeightSyncError past the bound."""
-        trainer = await self._student.logprobs(self._probe)
+        return await self._compare(version, self._student.logprobs(self._probe))
+
+    async def _compare(
+        self, version: int, trainer_logprobs: Awaitable[Sequence[Sequence[float]]]
+    ) -> float:
+        trainer, engines = await asyncio.gather(
+            trainer_logprobs, self._engines.logprobs(self._probe)
+        )
         worst = 0.0
-        for index, engine in enumerate(await self._engines.logprobs(self._probe)):
+        for index, engine in enumerate(engines):
             error = largest_difference(trainer, engine)
             worst = max(worst, error)
             if not error <= self._bound:

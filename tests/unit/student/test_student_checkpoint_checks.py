@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from student_tiny import KINDS, hf_config, make_checkpoint
 
-from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.config.schema import ParallelConfig
 from mopd.errors import ConfigError, ModelError
 from mopd.student.families import FAMILIES, family_of
+from mopd.student.opening import open_checkpoint
 from mopd.student.parallel import check_layout
-from mopd.student.trainer import _open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 LLAMA3 = {
@@ -33,14 +33,14 @@ def moe(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def change(moe: Path) -> Callable[[Callable[[Tensors], None]], StudentConfig]:
-    """Change the checkpoint's tensors and return the student's configuration for it."""
+def change(moe: Path) -> Callable[[Callable[[Tensors], None]], Path]:
+    """Change the checkpoint's tensors and return its folder."""
 
-    def apply(edit: Callable[[Tensors], None]) -> StudentConfig:
+    def apply(edit: Callable[[Tensors], None]) -> Path:
         tensors = load_file(moe / "model.safetensors")
         edit(tensors)
         save_file(tensors, moe / "model.safetensors", metadata={"format": "pt"})
-        return StudentConfig(model=str(moe))
+        return moe
 
     return apply
 
@@ -48,26 +48,26 @@ def change(moe: Path) -> Callable[[Callable[[Tensors], None]], StudentConfig]:
 def test_good_checkpoints_open(tmp_path: Path) -> None:
     for kind in KINDS:
         folder = make_checkpoint(tmp_path / kind, kind)
-        family, source = _open_checkpoint(StudentConfig(model=str(folder)))
+        family, source = open_checkpoint(folder)
         assert family.shapes() == source.shapes
 
 
 def test_missing_router(change: Callable) -> None:
     config = change(lambda t: t.pop("model.layers.1.mlp.gate.weight"))
     with pytest.raises(ModelError, match=r"1 missing: model\.layers\.1\.mlp\.gate\.weight"):
-        _open_checkpoint(config)
+        open_checkpoint(config)
 
 
 def test_unexpected_name(change: Callable) -> None:
     config = change(lambda t: t.update({"model.extra.weight": torch.zeros(1)}))
     with pytest.raises(ModelError, match=r"1 unexpected: model\.extra\.weight"):
-        _open_checkpoint(config)
+        open_checkpoint(config)
 
 
 def test_wrong_shape(change: Callable) -> None:
     config = change(lambda t: t.update({"model.norm.weight": torch.zeros(3)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight \[3\] \(expected \[64\]\)"):
-        _open_checkpoint(config)
+        open_checkpoint(config)
 
 
 def test_many_problems_are_counted(change: Callable) -> None:
@@ -77,18 +77,18 @@ def test_many_problems_are_counted(change: Callable) -> None:
         tensors["stray"] = torch.zeros(1)
 
     with pytest.raises(ModelError, match=r"48 missing: .* and 40 more; 1 unexpected: stray"):
-        _open_checkpoint(change(drop_experts))
+        open_checkpoint(change(drop_experts))
 
 
 def test_unreadable_and_absent_files(moe: Path) -> None:
     (moe / "model.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ModelError, match="not a readable safetensors file"):
-        _open_checkpoint(StudentConfig(model=str(moe)))
+        open_checkpoint(moe)
     (moe / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no model\.safetensors"):
-        _open_checkpoint(StudentConfig(model=str(moe)))
+        open_checkpoint(moe)
     with pytest.raises(ModelError, match=r"no config\.json"):
-        _open_checkpoint(StudentConfig(model=str(moe / "nowhere")))
+        open_checkpoint(moe / "nowhere")
 
 
 def test_several_files_with_an_index(moe: Path) -> None:
@@ -100,11 +100,11 @@ def test_several_files_with_an_index(moe: Path) -> None:
     (moe / "model.safetensors").unlink()
     index = {n: file for file, part in parts.items() for n in part}
     (moe / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    _, source = _open_checkpoint(StudentConfig(model=str(moe)))
+    _, source = open_checkpoint(moe)
     assert all(source.get(n).equal(tensors[n]) for n in names)
     (moe / "b.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no b\.safetensors"):
-        _open_checkpoint(StudentConfig(model=str(moe)))
+        open_checkpoint(moe)
 
 
 def test_tied_head_stored_beside_the_embedding(tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_tied_head_stored_beside_the_embedding(tmp_path: Path) -> None:
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
-    _open_checkpoint(StudentConfig(model=str(folder)))
+    open_checkpoint(folder)
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="lm_head.weight differs"):
-        _open_checkpoint(StudentConfig(model=str(folder)))
+        open_checkpoint(folder)
 
 
 def test_unknown_family() -> None:

@@ -58,7 +58,8 @@ def test_new_weights_arrive_everywhere_and_no_file_is_left(tmp_path: Path) -> No
     student, engines = TableStudent(0.5), TableEngines(0.1)
     metrics = asyncio.run(sync(student, engines, tmp_path).publish(7))  # type: ignore[arg-type]
     assert engines.weights == [0.5, 0.5] and engines.versions == [7]
-    assert metrics["sync/probe_error"] == 0.0
+    assert metrics.pop("sync/probe_error") == 0.0
+    assert metrics.keys() == {"sync/export_s", "sync/load_s", "sync/probe_s"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -67,6 +68,28 @@ def test_an_engine_that_kept_its_old_weights_stops_the_run(tmp_path: Path) -> No
     with pytest.raises(WeightSyncError, match="rollout engine 1 .* version 3.* 0.007 nats"):
         asyncio.run(sync(student, engines, tmp_path).publish(3))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trainer_scores_while_the_engines_load(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Student(TableStudent):
+        async def logprobs(self, sequences: Sequences) -> list[list[float]]:
+            events.append("trainer")
+            return await super().logprobs(sequences)
+
+    class Engines(TableEngines):
+        async def update_weights(self, path: Path, version: int) -> None:
+            await asyncio.sleep(0.01)
+            await super().update_weights(path, version)
+            events.append("loaded")
+
+        async def logprobs(self, sequences: Sequences) -> list[list[list[float]]]:
+            events.append("engines")
+            return await super().logprobs(sequences)
+
+    asyncio.run(sync(Student(0.5), Engines(0.1), tmp_path).publish(1))
+    assert events == ["trainer", "loaded", "engines"]
 
 
 def test_nan_is_not_agreement(tmp_path: Path) -> None:

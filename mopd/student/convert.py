@@ -1,0 +1,161 @@
+"""`mopd convert`: Hugging Face folders <-> Megatron checkpoints, in one process on the CPU.
+
+Megatron's distributed checkpoints (`torch_dist`) hold no layout: what is written here is read by
+Megatron-Core programs at any tensor, pipeline or expert parallelism, and the other way round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mopd.config.schema import ParallelConfig, StudentConfig
+from mopd.errors import ModelError
+from mopd.student import checkpoint, cpu_platform, model, parallel
+from mopd.student.files import replace_directory
+from mopd.student.opening import open_checkpoint
+from mopd.student.save_hf import copy_settings
+from mopd.student.weights import SafetensorsFolder, ShardedWeights
+
+Tick = Callable[[str], None]
+"""Called with each tensor's name once it is done."""
+
+
+def to_megatron(source: Path, out: Path, dtype: str, port: int) -> int:
+    """Write a Hugging Face folder as a Megatron distributed checkpoint; returns how many tensors.
+
+    Raises ModelError for a source of another shape than its config's, and where `out` exists.
+    """
+    _require_new(out)
+    with _model(source, dtype, port) as (built, weights, tensors):
+        with progress("read", len(tensors)) as tick:
+            weights.load(SafetensorsFolder(source), tensors, tick)
+        from megatron.core import dist_checkpointing
+
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        print(f"writing {out}", flush=True)
+        with cpu_platform.quiet_build():
+            dist_checkpointing.save(built.sharded_state_dict(), str(partial))
+        replace_directory(partial, out)
+        return len(tensors)
+
+
+def to_hugging_face(source: Path, out: Path, like: Path, dtype: str, port: int) -> int:
+    """Write `source` as a Hugging Face folder with the config and tokenizer of `like`.
+
+    `source`: a Megatron distributed checkpoint, or one of a run (``RUN/checkpoints/step_N``).
+    Raises ModelError for a checkpoint of another model than `like`, and where `out` exists.
+    """
+    _require_new(out)
+    own = next((f for f in (source, source / "student") if (f / checkpoint.STATE).is_file()), None)
+    if own is None and not (source / "metadata.json").is_file():
+        raise ModelError(
+            f"{source}: neither a run's checkpoint (no {checkpoint.STATE}, also not in student/) "
+            "nor a Megatron distributed checkpoint (no metadata.json)."
+        )
+    with _model(like, dtype, port) as (built, weights, tensors):
+        if own is not None:
+            files = SafetensorsFolder(own / checkpoint.WEIGHTS)
+            family, _ = open_checkpoint(like)
+            files.check(family.shapes())
+            with progress("read", len(tensors)) as tick:
+                weights.load(files, tensors, tick)
+        else:
+            print(f"reading {source}", flush=True)
+            _read_megatron(built, source)
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        copy_settings(like, partial, dtype)
+        with progress("write", len(weights.manifest(tensors))) as tick:
+            weights.write(tensors, partial / checkpoint.WEIGHTS, tick=tick)
+        replace_directory(partial, out)
+        return len(tensors)
+
+
+def _read_megatron(built: Any, source: Path) -> None:
+    """Fill the model; every tensor must be there, in the shape it has here."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with cpu_platform.quiet_build():
+            loaded = dist_checkpointing.load(built.sharded_state_dict(), str(source))
+        built.load_state_dict(loaded, strict=True)
+    except (
+        CheckpointingException,
+        CheckpointException,  # torch's own, which is no Exception
+        KeyError,
+        ValueError,
+        RuntimeError,
+        OSError,
+    ) as error:
+        raise ModelError(
+            f"{source}: not a Megatron checkpoint of this model "
+            f"({str(error).strip().splitlines()[-1]}). Check that --like names the folder it was "
+            "trained from."
+        ) from error
+
+
+@contextlib.contextmanager
+def _model(folder: Path, dtype: str, port: int) -> Iterator[tuple[Any, ShardedWeights, Any]]:
+    """(Megatron model with random weights, its mapping, its tensors by Megatron name)."""
+    with cpu_platform.quiet_build():  # its imports
+        cpu_platform.install()
+    config = StudentConfig(model=str(folder), dtype=dtype)
+    family, _ = open_checkpoint(folder)
+    before = parallel.start(ParallelConfig(), 0, 1, "127.0.0.1", port, 0)
+    try:
+        built = model.build(family, config, family.vocabulary)
+        tensors = model.state(built)
+        yield built, ShardedWeights(model.slots(built, family), (0, 1), (0, 1)), tensors
+    finally:
+        parallel.stop(before)
+
+
+def _require_new(out: Path) -> None:
+    if out.exists():
+        raise ModelError(f"{out} exists already; give another place, or remove it first.")
+
+
+def dtype_of(folder: Path) -> str:
+    """What a Hugging Face folder's config says its weights are kept in."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: no readable config.json ({error}).") from error
+    dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    if dtype not in model.DTYPES:
+        raise ModelError(
+            f"{folder}: config.json says dtype {dtype!r}; give --dtype, one of "
+            f"{', '.join(model.DTYPES)}."
+        )
+    return dtype
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Tick]:
+    """A bar on a terminal, a line at every tenth elsewhere."""
+    if sys.stdout.isatty():
+        from rich.progress import Progress
+
+        with Progress() as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda _: bar.advance(task)
+        return
+    done = 0
+
+    def line(name: str) -> None:
+        nonlocal done
+        done += 1
+        if done == total or done * 10 // total > (done - 1) * 10 // total:
+            print(f"{what} {done}/{total}: {name}", flush=True)
+
+    yield line
