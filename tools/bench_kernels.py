@@ -23,6 +23,7 @@ With --json the last line of standard output is one JSON object:
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import platform
@@ -55,8 +56,8 @@ COPY_SHARE, MATMUL_RATIO, EXTRA_GIB = 0.85, 1.4, 1.0
 """The goals on a Hopper GPU: of the copy's bandwidth forward; of the bare products' time; memory
 beyond inputs, outputs and gradients."""
 
-Variant = Callable[..., Tensor]
-"""(inputs of the kernel) -> [N]; differentiable in the first ones."""
+Variant = Callable[..., Any]
+"""(inputs of the kernel) -> [N], differentiable in the first ones; or a tuple that begins with it."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,15 @@ class Kernel:
 # --- plain torch, the baseline: what one would write without kernels --------------------
 
 
-def eager_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """Logprobs, and entropies that are thrown away, in float32."""
+def eager_logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs, and entropies without gradient, in float32."""
     log_p = torch.log_softmax(logits.float(), dim=-1)
     with torch.no_grad():
-        (log_p.exp() * log_p).sum(dim=-1)
-    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
+        entropy = -(log_p.exp() * log_p).sum(dim=-1)
+    return log_p.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
 
 
-def eager_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def eager_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return eager_logprobs(hidden @ weight.t(), targets)
 
 
@@ -130,11 +131,8 @@ def kernels(args: argparse.Namespace, device: str, skipped: dict[str, str]) -> d
     if device != "cuda":
         skipped["triton"] = "no CUDA device; on a CPU Triton has only its interpreter"
 
-    def with_backends(function: Callable[..., Tensor], **options: Any) -> dict[str, Variant]:
-        return {
-            backend: lambda *inputs, b=backend: function(*inputs, backend=b, **options)
-            for backend in backends
-        }
+    def with_backends(function: Variant, **options: Any) -> dict[str, Variant]:
+        return {b: functools.partial(function, backend=b, **options) for b in backends}
 
     def compiled(function: Variant) -> dict[str, Variant]:
         if not args.compile:
@@ -142,11 +140,8 @@ def kernels(args: argparse.Namespace, device: str, skipped: dict[str, str]) -> d
             return {}
         return {"torch.compile": torch.compile(function)}
 
-    def entropy_too(function: Callable[..., Any]) -> Callable[..., Tensor]:
-        return lambda *inputs, **options: function(*inputs, return_entropy=True, **options)[0]
-
     def gathered() -> Kernel:
-        ours = with_backends(entropy_too(gathered_logprobs))
+        ours = with_backends(gathered_logprobs, return_entropy=True)
         return Kernel(
             inputs=(normal(rows, vocab, scale=2.0), ids(rows)),
             leaves=1,
@@ -161,13 +156,16 @@ def kernels(args: argparse.Namespace, device: str, skipped: dict[str, str]) -> d
         )
 
     def fused_head() -> Kernel:
-        def logits_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-            backend = backends[-1]
-            return entropy_too(gathered_logprobs)(
-                hidden @ weight.t(), targets, backend=backend, inplace_backward=True
+        def logits_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+            return gathered_logprobs(
+                hidden @ weight.t(),
+                targets,
+                backend=backends[-1],
+                inplace_backward=True,
+                return_entropy=True,
             )
 
-        ours = with_backends(entropy_too(fused_head_logprobs))
+        ours = with_backends(fused_head_logprobs, return_entropy=True)
         ours["unfused, in place"] = logits_head
         return Kernel(
             inputs=(normal(rows, size), normal(vocab, size, scale=2 * size**-0.5), ids(rows)),
@@ -294,12 +292,17 @@ def median_ms(function: Callable[[], Any], device: str, seconds: float) -> float
     return statistics.median(times)
 
 
+def first(out: Any) -> Tensor:
+    """The differentiable one of what a variant returns."""
+    return out[0] if isinstance(out, tuple) else out
+
+
 def errors(kernel: Kernel, function: Variant, rows: int) -> tuple[float, float]:
     """Largest absolute errors of values and gradients against float64, on the first rows."""
 
     def run(inputs: list[Tensor], function: Variant) -> tuple[Tensor, list[Tensor]]:
         leaves = [t.detach().clone().requires_grad_() for t in inputs[: kernel.leaves]]
-        out = function(*leaves, *inputs[kernel.leaves :])
+        out = first(function(*leaves, *inputs[kernel.leaves :]))
         grads = torch.autograd.grad(out, leaves, grad.to(out)) if out.shape == grad.shape else []
         return out.detach().double(), [g.double() for g in grads]
 
@@ -326,7 +329,7 @@ def measure(kernel: Kernel, name: str, device: str, seconds: float) -> dict[str,
             function(*inputs)
 
     def step() -> None:
-        out = function(*inputs)
+        out = first(function(*inputs))
         torch.autograd.grad(out, leaves, grad.to(out).expand(out.shape))
 
     found: dict[str, float] = {}

@@ -36,6 +36,30 @@ def test_a_wrong_kernel_is_not_timed(capsys, monkeypatch):
     assert "top-k, torch: errors" in printed.err and "step_ms" not in printed.out
 
 
+def test_goals_read_what_a_gpu_run_reports():
+    args = bench_kernels.parse(["--device", "cpu", "--dtype", "bfloat16"])
+    args.rows, args.vocab, args.hidden = 8192, 151936, 4096
+    gradients = (8192 + 151936) * 4096 * 2 / 2**20
+    report = {
+        "copy_gb_s": 4000.0,
+        "bare_head_step_ms": 44.0,
+        "kernels": {
+            "gathered": {"triton": {"forward_gb_s": 3600.0, "step_ms": 2.0}},
+            "fused head": {
+                "triton": {"step_ms": 66.0, "peak_mib": gradients + 512},
+                "cce": {"step_ms": 60.0},
+            },
+        },
+    }
+    found = bench_kernels.goals(report, args)
+    assert {name: (g["measured"], g["met"]) for name, g in found.items()} == {
+        "gathered forward, share of the copy's bandwidth": (0.9, True),
+        "fused head step, times the bare products": (1.5, False),
+        "fused head, GiB beyond inputs and gradients": (0.5, True),
+        "fused head step, times cce's": (1.1, False),
+    }
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
