@@ -13,6 +13,7 @@ STEPS = 20
 SMALL = [
     f"train.steps={STEPS}",
     "evaluation.every=0",
+    "train.prompts_per_step=24",
     "evaluation.bootstrap=200",
     *(f"domains.{domain}.held_out=40" for domain in ("backward", "rotate", "caesar")),
 ]
