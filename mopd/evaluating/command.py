@@ -14,6 +14,7 @@ from mopd.evaluating.baselines import merged_baselines
 from mopd.evaluating.run import EvaluationOutcome, run_evaluation
 from mopd.evaluation.tables import retention_notes, retention_table, score_table
 from mopd.observe.progress import Progress
+from mopd.run_dir import locked
 
 
 def student_place(config: Config, asked: str | None) -> str | None:
@@ -76,12 +77,14 @@ def evaluate_command(arguments: argparse.Namespace, prepared: Prepared) -> int:
         if student is None:
             progress.note("no student is evaluated: base and teachers alone")
         others = further_models(arguments.model)
-        if arguments.baselines:
-            merged, reasons = merged_baselines(prepared, progress, out_dir / "baselines")
-            for text in reasons:
-                progress.warn(text)
-            others |= merged
-        outcome = run_evaluation(prepared, progress, out_dir, student=student, others=others)
+        out_dir.mkdir(parents=True, exist_ok=True)
+        with locked(out_dir, progress.warn):  # a run that trains writes the same files
+            if arguments.baselines:
+                merged, reasons = merged_baselines(prepared, progress, out_dir / "baselines")
+                for text in reasons:
+                    progress.warn(text)
+                others |= merged
+            outcome = run_evaluation(prepared, progress, out_dir, student=student, others=others)
     show(outcome)
     return 0
 

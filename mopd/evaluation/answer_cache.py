@@ -9,11 +9,13 @@ evaluation that was stopped half-way asks only for what is missing.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mopd.errors import DataError
 
@@ -57,10 +59,8 @@ class AnswerFile:
         self.path = folder / ("-".join(part[:16] for part in parts) + ".jsonl")
         self.answers: dict[str, CachedAnswer] = {}
         header = {"format": FORMAT, "fingerprints": list(parts), **about}
-        if self.path.exists():
-            self._read(header)
-        else:
-            self._append([json.dumps(header)])
+        with self._held() as file:
+            self._read(file, header)
 
     def add(self, answers: Iterable[CachedAnswer]) -> None:
         """Keep these; of two with one key the later counts."""
@@ -68,14 +68,26 @@ class AnswerFile:
         self.answers |= {answer.key: answer for answer in new}
         self._append([json.dumps(asdict(answer)) for answer in new])
 
-    def _append(self, lines: list[str]) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines))
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[IO[bytes]]:
+        """The open file, alone: another run may keep answers of the same model at the same time."""
+        with self.path.open("ab+") as file:
+            with contextlib.suppress(OSError):  # not on every file system
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
 
-    def _read(self, header: Mapping[str, Any]) -> None:
-        text = self.path.read_text(encoding="utf-8", errors="replace")
-        whole, _, torn = text.rpartition("\n")
-        lines = whole.split("\n") if whole else []
+    def _append(self, lines: list[str]) -> None:
+        with self._held() as file:
+            file.write("".join(line + "\n" for line in lines).encode())
+
+    def _read(self, file: IO[bytes], header: Mapping[str, Any]) -> None:
+        file.seek(0)
+        whole, _, torn = file.read().rpartition(b"\n")
+        lines = whole.split(b"\n") if whole else []
+        if torn:
+            file.truncate(len(whole) + 1 if whole else 0)
+        if not lines:  # new, or killed while writing the header
+            file.write(json.dumps(header).encode() + b"\n")
         for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
@@ -95,9 +107,3 @@ class AnswerFile:
                     f"{self.path}, line {number}: not an answer of this evaluation ({error}); "
                     "remove the file to ask again"
                 ) from error
-        if not lines:  # killed while writing the header
-            self.path.unlink()
-            self._append([json.dumps(header)])
-        elif torn:
-            with self.path.open("r+", encoding="utf-8") as file:
-                file.truncate(len((whole + "\n").encode("utf-8", "surrogatepass")))

@@ -10,7 +10,7 @@ import pytest
 
 from mopd.config.schema import VerifierConfig
 from mopd.errors import DataError, ModelError
-from mopd.evaluation.answer_cache import AnswerFile
+from mopd.evaluation.answer_cache import AnswerFile, CachedAnswer
 from mopd.evaluation.answering import (
     RawAnswer,
     answer_key,
@@ -106,6 +106,22 @@ def test_a_torn_line_is_dropped_and_asked_again(tmp_path):
     file = run(tmp_path, again)
     assert again.asked == ["d/5#0"] and len(file.answers) == 6
     assert path.read_text().count("\n") == 7
+
+
+def test_a_file_that_was_killed_at_its_first_line_begins_anew(tmp_path):
+    path = AnswerFile(tmp_path, PARTS, {}).path
+    path.write_text(path.read_text()[:10])
+    model = Model()
+    assert len(run(tmp_path, model).answers) == 6 and path.read_text().count("\n") == 7
+
+
+def test_two_at_a_time_do_not_tear_each_others_lines(tmp_path):
+    files = [AnswerFile(tmp_path, PARTS, {}) for _ in range(2)]
+    for k in range(20):
+        for name, file in zip("ab", files, strict=True):
+            text = "x" * 3000
+            file.add([CachedAnswer(f"{name}/{k}#0", text, (1,), 1, "stop", True, 1.0)])
+    assert len(AnswerFile(tmp_path, PARTS, {}).answers) == 40
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
