@@ -27,21 +27,23 @@ def scored(
     log p(v) = z_v - log sum exp z, over the whole vocabulary, in float32 whatever the model's
     type.
     """
-    ids, values = [], []
+    width = 1 + (top_k if candidates_TK is None else candidates_TK.shape[1])
+    # Made before the blocks: small results that stay, allocated between large blocks that go, keep
+    # the C library from using the blocks' memory again, and the process grows with every block.
+    ids_TK = targets_T.new_empty((len(targets_T), width))
+    values_TK = torch.empty(ids_TK.shape, dtype=torch.float32, device=hidden_TH.device)
+    ids_TK[:, 0] = targets_T
+    if candidates_TK is not None:
+        ids_TK[:, 1:] = candidates_TK
+    asked = width if candidates_TK is not None else 1  # ids that are known beforehand
     for start in range(0, hidden_TH.shape[0], rows_at_a_time):
         rows = slice(start, start + rows_at_a_time)
         logprobs_TV = compute_logits(hidden_TH[rows]).log_softmax(-1, dtype=torch.float32)
-        ids_TK = targets_T[rows, None]
-        if candidates_TK is not None:
-            ids_TK = torch.cat([ids_TK, candidates_TK[rows]], dim=-1)
-        values_TK = logprobs_TV.gather(-1, ids_TK)
-        if top_k:
-            top_values_TK, top_ids_TK = likeliest(logprobs_TV, top_k)
-            ids_TK = torch.cat([ids_TK, top_ids_TK], dim=-1)
-            values_TK = torch.cat([values_TK, top_values_TK], dim=-1)
-        ids.append(ids_TK)
-        values.append(values_TK)
-    return torch.cat(ids), torch.cat(values)
+        values_TK[rows, :asked] = logprobs_TV.gather(-1, ids_TK[rows, :asked])
+        if top_k and candidates_TK is None:
+            values_TK[rows, 1:], ids_TK[rows, 1:] = likeliest(logprobs_TV, top_k)
+        del logprobs_TV  # before the next block is made, not after
+    return ids_TK, values_TK
 
 
 def likeliest(logprobs_TV: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -556,6 +556,41 @@ def test_a_thousand_samples_through_three_teachers_that_fail_in_every_way(rig: R
     assert metrics["retries"] > 0 and metrics["failures"] == 0
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"{}", 400, "not a score request"),
+        (wire.encode(wire.ScoreRequest(1, "?", [])), 400, "protocol 1"),
+        (wire.encode(wire.ScoreRequest(wire.PROTOCOL, "other@9", [])), 404, "not 'other@9'"),
+        (wire.encode(wire.ScoreRequest(wire.PROTOCOL, "@", [], 261)), 400, "outside 0..260"),
+        (wire.encode(wire.ScoreRequest(wire.PROTOCOL, "@", [], -1)), 400, "outside 0..260"),
+        (bytes(257 << 20), 413, "larger than"),
+        (
+            wire.encode(
+                wire.ScoreRequest(wire.PROTOCOL, "@", [wire.SequenceMsg("", b"", b"")] * 16_385)
+            ),
+            429,
+            "at most 16384",
+        ),
+    ],
+    ids=["no request", "old", "other model", "top-k", "negative", "large", "many"],
+)
+def test_a_request_that_cannot_be_meant_is_refused(
+    rig: Rig, body: bytes, status: int, says: str
+) -> None:
+    length = len(rig.a.served_name)
+    if b"\xa1@" in body:  # "@" stands for the name that is served; msgpack: its length, its bytes
+        body = body.replace(b"\xa1@", bytes([0xA0 + length]) + rig.a.served_name.encode())
+    request = urllib.request.Request(rig.a.url + wire.PATH, data=body)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            raise AssertionError(reply.status)
+    except urllib.error.HTTPError as error:
+        assert (error.code, says in error.read().decode()) == (status, True)
+    except (ConnectionError, urllib.error.URLError):
+        assert status == 413, "it may hang up on what is too large"
+
+
 def test_a_server_with_a_key_asks_everybody_for_it(rig: Rig, tmp_path: Path) -> None:
     spec = ServerSpec("locked", str(rig.dense_path), max_model_len=CONTEXT, api_key="s3cret")
     with ServerProcess(spec, tmp_path / "locked.log") as server:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -48,3 +51,29 @@ def test_the_likeliest_are_those_of_torch(k: int) -> None:
     assert all(len(set(row)) == k for row in ids.tolist())
     # Of equal ones the lower id comes first.
     assert likeliest(torch.full((1, 9), -2.0), 4)[1].tolist() == [[0, 1, 2, 3]]
+
+
+MEASURE = """
+import sys, torch
+from mopd_teachers.gather import scored
+rows, vocabulary, block = int(sys.argv[1]), 150_000, 16 << 20
+torch.set_num_threads(1)
+hidden, head = torch.randn(rows, 4), torch.randn(vocabulary, 4)
+targets = torch.zeros(rows, dtype=torch.long)
+for top_k in (0, 20):
+    scored(lambda x: x @ head.T, hidden, targets, top_k, None, block // (4 * vocabulary))
+print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+"""
+
+
+def test_memory_does_not_grow_with_tokens_times_vocabulary() -> None:
+    """The logits of 800 rows more would be 480 MB."""
+
+    def peak_mb(rows: int) -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURE, str(rows)], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout) / 1024
+
+    few, many = peak_mb(200), peak_mb(1000)
+    assert many - few < 150, (few, many)

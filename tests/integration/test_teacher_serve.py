@@ -1,0 +1,97 @@
+"""`mopd teachers serve|list|probe` with a real server, by the command line alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from mopd_teachers import wire
+from mopd_teachers.client import Endpoint, TeacherClient
+from mopd_teachers.scores import ScoreItem, TeacherScore
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+name: serving
+student: {{model: {demo}/base}}
+rollout: {{max_response_tokens: 16}}
+teachers:
+  caesar: {{model: {demo}/teacher_caesar}}
+  other: {{endpoints: ["{url}"], model: caesar}}
+domains:
+  a: {{teacher: caesar, prompts: {{task: spell_backward}}}}
+  b: {{teacher: other, prompts: {{task: spell_backward}}}}
+train: {{steps: 1, prompts_per_step: 4}}
+"""
+
+
+def command(*arguments: str, cwd: Path) -> list[str]:
+    return [sys.executable, "-m", "mopd.cli", "teachers", *arguments]
+
+
+def test_a_teacher_is_served_probed_and_drained(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(demo=ROOT / "demo/models", url="http://127.0.0.1:9"))
+    server = subprocess.Popen(
+        command("serve", str(config), "caesar", "--port", "0", cwd=tmp_path),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        url = ""
+        for line in server.stdout:
+            if found := re.search(r"caesar is served at (\S+)", line):
+                url = found[1]
+                break
+        assert url, "the server has ended"
+        config.write_text(CONFIG.format(demo=ROOT / "demo/models", url=url))
+
+        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                command(*arguments, cwd=tmp_path), cwd=tmp_path, capture_output=True, text=True
+            )
+
+        listed = json.loads(run("list", str(config), "--json").stdout)["teachers"]
+        assert {row["name"]: row["domains"] for row in listed} == {"caesar": ["a"], "other": ["b"]}
+        assert listed[1]["servers"][0]["state"] == "up, serves caesar"
+        probed = run("probe", str(config), "other", "--json")
+        findings = json.loads(probed.stdout.splitlines()[-1])
+        assert probed.returncode == 0 and findings["good"], findings
+        assert "at its own speed" not in findings["teachers"]["other"][0]["detail"]
+        asyncio.run(scored_while_it_ends(url, server))
+        assert server.wait(60) == 0
+    finally:
+        if server.poll() is None:
+            server.kill()
+        server.wait()
+
+
+async def scored_while_it_ends(url: str, server: subprocess.Popen[str]) -> None:
+    """SIGTERM with half of a batch done: what was sent is answered, then it goes."""
+    rng = random.Random(0)
+    items = [ScoreItem(str(i), [1], [rng.randrange(256) for _ in range(200)]) for i in range(400)]
+    async with TeacherClient("caesar", [Endpoint(url, "caesar")], retries=0) as client:
+        await client.probe()
+        await client.score_batch(items[:60])  # it is warm, and the client knows its speed
+        scoring = asyncio.create_task(client.score_batch(items))
+        await asyncio.sleep(0.4)
+        metrics = await asyncio.to_thread(_read, f"{url}{wire.PATH}/metrics")
+        waiting = int(re.search(r"sequences_in_flight (\d+)", metrics)[1])  # type: ignore[index]
+        done = int(re.search(r"score_sequences_total (\d+)", metrics)[1])  # type: ignore[index]
+        assert waiting > 0 and done >= 60, metrics
+        server.send_signal(signal.SIGTERM)
+        scores = await scoring
+    assert all(isinstance(score, TeacherScore) for score in scores.values())
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as reply:
+        return str(reply.read().decode())
