@@ -57,7 +57,7 @@ COPY_SHARE, MATMUL_RATIO, EXTRA_GIB = 0.85, 1.4, 1.0
 beyond inputs, outputs and gradients."""
 
 Variant = Callable[..., Any]
-"""(inputs of the kernel) -> [N], differentiable in the first ones; or a tuple that begins with it."""
+"""(inputs of the kernel) -> [N], differentiable in the first ones; or a tuple that starts so."""
 
 
 @dataclass(frozen=True)
