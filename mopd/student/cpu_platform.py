@@ -143,6 +143,30 @@ def _reduce_scatter_for_gloo(
     return total[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
 
 
+def _rotate(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+) -> torch.Tensor:
+    """Stand-in for Megatron's unfused rotary embedding, with half its passes over memory.
+
+    `t` [S, ..., D] with pairs (i, i + D/2), or (2i, 2i + 1) in latent attention; `freqs` [S, ..., D]
+    angles, the same in both halves. Mathematically Megatron's, which first builds (-x2, x1).
+    """
+    assert not rotary_interleaved
+    width = freqs.shape[-1]
+    rotated, rest = t[..., :width], t[..., width:]
+    if multi_latent_attention:
+        x1, x2 = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        x1, x2 = rotated.chunk(2, -1)
+    angle = freqs[..., : width // 2]
+    cos, sin = (angle.cos() * mscale).to(t.dtype), (angle.sin() * mscale).to(t.dtype)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), -1)
+
+
 def install() -> bool:
     """Mend this process if it has no accelerator; returns whether it is (now) mended.
 
@@ -169,6 +193,7 @@ def install() -> bool:
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
 
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
@@ -178,6 +203,7 @@ def install() -> bool:
     random._set_cuda_rng_state = lambda *_, **__: None
     mappings._gather_along_first_dim = _gather_for_gloo
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_for_gloo
+    rope_utils._apply_rotary_pos_emb_bshd = _rotate
     schedules.torch = _TorchForSchedules("torch")
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_for_gloo
     _installed = True

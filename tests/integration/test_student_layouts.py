@@ -35,7 +35,7 @@ def observe(student: Any) -> dict[str, Any]:
     student.config.micro_batch_size = 3  # 8 samples do not divide evenly: rows of padding
     metrics = student.step(SAMPLES, 4)
     seen["metrics"] = metrics
-    seen["weights"] = student.weights.collect(dict(student.model.named_parameters()))
+    seen["weights"] = student.weights.collect(student._parameters())
     # Adam's first update hardly depends on the gradient's length; its moments do.
     seen["moments"] = student.weights.collect(student._optimizer.moments()["exp_avg"])
     student.config.optimizer.clip_grad = metrics["grad_norm"] / 7
@@ -63,22 +63,28 @@ def assert_same(got: Any, expected: Any, path: str = "", tolerance: float = 5e-6
 
 
 def setup(context: Context) -> None:
-    """Rank 0 alone makes the reference; then both ranks join."""
-    import torch
-    import torch.distributed as dist
-
+    set_up_reference(context, KINDS)
     if context.rank == 0:
-        for kind in KINDS:
-            student = context.student(kind, world=1, optimizer=SMOOTH)
-            context.kept[kind] = observe(student)
-            student.close()
+        import torch
+
         gradients = context.kept["moe"]["gradients, micro-batch 8"]
         assert not any("mlp.gate." in name for name in gradients)  # frozen
         assert all(g.abs().max() > 0 for n, g in gradients.items() if "experts" not in n)
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
         assert context.kept["moe"]["metrics"]["grad_norm"] == pytest.approx(norm.item(), rel=1e-6)
+
+
+def set_up_reference(context: Context, kinds: tuple[str, ...]) -> None:
+    """Rank 0 alone makes the reference of each kind; then all ranks join."""
+    import torch.distributed as dist
+
+    if context.rank == 0:
+        for kind in kinds:
+            student = context.student(kind, world=1, optimizer=SMOOTH)
+            context.kept[kind] = observe(student)
+            student.close()
     else:
-        for _ in KINDS:
+        for _ in kinds:
             context.port()
     dist.init_process_group(
         "gloo",
@@ -88,10 +94,10 @@ def setup(context: Context) -> None:
     )
 
 
-def compare(context: Context, kind: str, layout: dict[str, int]) -> None:
+def compare(context: Context, kind: str, layout: dict[str, int], **options: Any) -> None:
     from safetensors.torch import load_file
 
-    student = context.student(kind, parallel=layout, optimizer=SMOOTH)
+    student = context.student(kind, parallel=layout, **({"optimizer": SMOOTH} | options))
     path = context.folder / "export.safetensors"
     shapes = student.export(path)
     if context.rank == 0:
@@ -273,7 +279,7 @@ def resume_other_layouts(c: Context) -> None:
         student = c.student("moe", parallel=layout, **RESUME)
         student.load(c.folder / "half")
         _steps(student, 2, 4)
-        weights = student.weights.collect(dict(student.model.named_parameters()))
+        weights = student.weights.collect(student._parameters())
         student.close()
         if c.rank == 0:
             assert_same(weights, c.kept["expected"], str(layout))
@@ -288,9 +294,7 @@ def resume_in_one_process(c: Context) -> None:
         student = c.student("moe", world=1, **RESUME)
         student.load(c.folder / "half")
         _steps(student, 2, 4)
-        assert_same(
-            student.weights.collect(dict(student.model.named_parameters())), c.kept["expected"]
-        )
+        assert_same(student.weights.collect(student._parameters()), c.kept["expected"])
         student.close()
 
 
