@@ -152,8 +152,8 @@ def _rotate(
 ) -> torch.Tensor:
     """Stand-in for Megatron's unfused rotary embedding, with half its passes over memory.
 
-    `t` [S, ..., D] with pairs (i, i + D/2), or (2i, 2i + 1) in latent attention; `freqs` [S, ..., D]
-    angles, the same in both halves. Mathematically Megatron's, which first builds (-x2, x1).
+    `t`: [S, ..., D], pairs (i, i + D/2), or (2i, 2i + 1) in latent attention; `freqs`: [S, ..., D],
+    the angles, the same in both halves. The products and sums are Megatron's.
     """
     assert not rotary_interleaved
     width = freqs.shape[-1]
