@@ -335,11 +335,8 @@ def test_what_a_teacher_must_not_send(backend):
 
 
 def test_contract_violations(backend):
-    logits, ids, teacher = (
-        torch.zeros(2, 5),
-        torch.zeros(2, 2, dtype=torch.int64),
-        -torch.ones(2, 2),
-    )
+    logits, ids = torch.zeros(2, 5, device=DEVICE), torch.zeros(2, 2, device=DEVICE).long()
+    teacher = -torch.ones(2, 2, device=DEVICE)
     for options, words in (
         ({"direction": "backward"}, "'backward'"),
         ({"direction": "jsd"}, "beta is None"),
