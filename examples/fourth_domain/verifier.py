@@ -10,6 +10,4 @@ def spelled_backward(prompt: Prompt, answer: str) -> Verdict:
     """
     wanted = prompt.metadata["word"][::-1]
     in_place = sum(a == b for a, b in zip(answer, wanted, strict=False))
-    return Verdict(
-        correct=answer == wanted, score=in_place / max(len(wanted), len(answer), 1)
-    )
+    return Verdict(correct=answer == wanted, score=in_place / max(len(wanted), len(answer), 1))

@@ -138,8 +138,16 @@ def test_resume_reads_a_line_that_holds_a_line_separator(tmp_path: Path):
 
 def test_transcript_with_unequal_lengths_is_refused(tmp_path: Path):
     with TranscriptWriter(tmp_path) as writer, pytest.raises(ValueError, match="2 tokens but 1"):
-        writer.write(1, "a", "1:a/0:0", prompt="", response="", correct=None,
-                     tokens=["a", "b"], teacher_minus_student=[0.0])
+        writer.write(
+            1,
+            "a",
+            "1:a/0:0",
+            prompt="",
+            response="",
+            correct=None,
+            tokens=["a", "b"],
+            teacher_minus_student=[0.0],
+        )
 
 
 def test_versions_name_what_is_installed(tmp_path: Path):
