@@ -129,6 +129,8 @@ class Answering:
             await judge.ready()
             self._progress.waiting(set())
             self._progress.stage("evaluate")
+            if self.asked:
+                self._progress.evaluation("held-out answers", 0, self.asked)
             slots = asyncio.Semaphore(engines_at_once(config))
             tasks = [asyncio.ensure_future(self._answer(work, judge, slots)) for work in self.work]
             try:
