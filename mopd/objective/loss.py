@@ -56,7 +56,6 @@ def objective_loss(
     check_inputs(student_logprobs_BT, inputs, totals)
     batch = _Batch(student_logprobs_BT, inputs, config)
     weight_B = _sequence_weights(batch, inputs, config, totals)
-    divergence_BT = batch.divergence_BT
 
     # The gradient in log pi is taken here once: it is small, and its size is a metric.
     leaf_BT = batch.student_BT.detach().requires_grad_()
@@ -68,10 +67,11 @@ def objective_loss(
     change = (gradient_BT * torch.where(batch.kept_BT, batch.student_BT, 0.0)).sum()
     loss = value.detach() + (change - change.detach())
     size_BT = gradient_BT.abs()
-    if divergence_BT is not None:
-        beta_BT = config.teacher.weight * weight_B.unsqueeze(1) * batch.kept_BT
-        loss = loss + (beta_BT * divergence_BT).sum()
-        size_BT = size_BT + (beta_BT * divergence_BT.detach()).abs()
+    if batch.divergence_BT is not None:
+        divergence_BT = torch.where(batch.kept_BT, batch.divergence_BT, 0.0)
+        divergence_BT = config.teacher.weight * weight_B.unsqueeze(1) * divergence_BT
+        loss = loss + divergence_BT.sum()
+        size_BT = size_BT + divergence_BT.detach().abs()
     # A tensor, not an if: asking would wait for the accelerator.
     loss = loss * torch.where(batch.broken_BT.any(), math.nan, 1.0)
 

@@ -418,6 +418,19 @@ def test_infinities_of_a_dropped_token_reach_no_other_token(loss, where, junk):
         assert value == evaluate(case)[0]
 
 
+def test_an_infinite_divergence_of_a_dropped_token_is_dropped_too():
+    case = dataclasses.replace(draw_case(6), signal="full")
+    i, t = (int(axis[-1]) for axis in np.nonzero(case.mask))
+    case.sampler[i, t] = case.student[i, t] + 9.0
+    infinite = np.abs(case.old)
+    infinite[i, t] = math.inf
+    value, gradient, of_divergence, stats = evaluate(dataclasses.replace(case, divergence=infinite))
+    assert not stats.kept_BT[i, t] and of_divergence[i, t] == 0
+    assert math.isfinite(value) and np.isfinite(gradient).all()
+    assert np.isfinite(of_divergence).all() and np.abs(of_divergence).max() > 0
+    assert stats.gradient_BT.isfinite().all()
+
+
 def test_what_a_policy_loss_says_of_a_dropped_token_is_not_read(monkeypatch):
     case = draw_case(6)
     want = evaluate(case)
