@@ -17,7 +17,7 @@ from mopd.protocols import TeacherFailed
 from mopd.types import Prompt, Rollout, TeacherScore
 
 AT_ONCE = 32
-"""Prompts a request: small enough that scoring and judging begin while others are sampled."""
+"""Answers scored together: few enough that scoring and judging begin while others are sampled."""
 
 
 class AnsweringTeachers(Protocol):
@@ -71,31 +71,34 @@ class TeacherRollouts:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _chunks(self, requests: Sequence[tuple[str, Prompt]]) -> list[Sequence[tuple[str, Prompt]]]:
-        """Requests of one domain, no prompt twice in a chunk: a chunk shares one seed, and two
-        answers to one prompt would be one answer."""
-        lanes: dict[tuple[str, int], list[tuple[str, Prompt]]] = {}
-        seen: dict[str, int] = {}
-        for key, prompt in requests:
-            turn = seen.get(prompt.id, 0)
-            seen[prompt.id] = turn + 1
-            lanes.setdefault((prompt.domain, turn), []).append((key, prompt))
+        """Requests of one domain each."""
+        by_domain: dict[str, list[tuple[str, Prompt]]] = {}
+        for request in requests:
+            by_domain.setdefault(request[1].domain, []).append(request)
         return [
-            lane[start : start + AT_ONCE]
-            for lane in lanes.values()
-            for start in range(0, len(lane), AT_ONCE)
+            own[start : start + AT_ONCE]
+            for own in by_domain.values()
+            for start in range(0, len(own), AT_ONCE)
         ]
 
     async def _answered(
         self, chunk: Sequence[tuple[str, Prompt]], temperature: float
     ) -> list[Rollout]:
+        """Asked one by one, because a request has one seed for all its prompts, and prompts that
+        share their noise are not as many samples as they seem; scored together."""
         domain = chunk[0][1].domain
-        digest = hashlib.blake2b(f"{self._seed}/{chunk[0][0]}".encode(), digest_size=4).digest()
-        answers = await self._teachers.answers(
-            domain,
-            chunk,
-            temperature=temperature,
-            seed=int.from_bytes(digest, "big") if temperature > 0 else None,
+        asked = await asyncio.gather(
+            *(
+                self._teachers.answers(
+                    domain,
+                    [request],
+                    temperature=temperature,
+                    seed=self._sample_seed(request[0]) if temperature > 0 else None,
+                )
+                for request in chunk
+            )
         )
+        answers = [answer for group in asked for answer in group]
         scores = await self._teachers.score(answers, teacher=self._teacher_of[domain])
         found = []
         for answer in answers:
@@ -103,3 +106,7 @@ class TeacherRollouts:
             if score is not None and not isinstance(score, TeacherFailed):
                 found.append(replace(answer, sampler_logprobs=tuple(score.logprobs)))
         return found
+
+    def _sample_seed(self, sample_id: str) -> int:
+        digest = hashlib.blake2b(f"{self._seed}/{sample_id}".encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big")
