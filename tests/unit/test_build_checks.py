@@ -11,6 +11,7 @@ from mopd.build import context_limits, placement_lines, require_kernel, require_
 from mopd.config.model_files import read_model_limits
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
 from mopd.errors import ConfigError, ModelError
+from mopd.kernels.backends import forget_choices
 
 BASE = Path(__file__).parents[2] / "demo" / "models" / "base"
 
@@ -44,6 +45,7 @@ def test_triton_without_a_gpu_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    forget_choices()  # another test's interpreter
     made = config()
     require_kernel(made)
     made.student.kernel = "triton"
@@ -51,6 +53,7 @@ def test_triton_without_a_gpu_is_refused_before_anything_starts(
         require_kernel(made)
     made.student.gpus_per_rank = 1.0
     require_kernel(made)
+    forget_choices()
 
 
 def test_placement_is_told_and_gpus_that_are_not_there_are_refused(
