@@ -16,6 +16,8 @@ from mopd.rollout.manifest import checkpoint_manifest, file_manifest, require_sa
 from mopd.types import Prompt, Rollout, TopK, finish_reason
 
 _GIB = 2**30
+_CPU_BLOCK_TOKENS = 128
+"""Of vLLM's KV cache on the CPU, unless told otherwise."""
 
 
 def engine_environment(threads: int, *, gpu: bool) -> dict[str, str]:
@@ -83,16 +85,7 @@ class RolloutEngine:
         self._ignore_eos = config.ignore_eos
         self._seed = seed
         self.weight_version = 0
-        # With seeds of their own, vLLM 0.32 winds a request's generator back after a prefill in
-        # pieces, which a CPU generator cannot do; whole prefills need no winding back.
-        prefill = (
-            {}
-            if gpu
-            else {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(max_model_len, 4096),
-            }
-        )
+        cpu = {} if gpu else cpu_arguments(max_model_len, config.max_response_tokens)
         memory = (
             {}
             if gpu and config.kv_cache_gib <= 0
@@ -119,8 +112,7 @@ class RolloutEngine:
             worker_extension_cls="mopd.rollout.worker_extension.WorkerExtension",
             disable_log_stats=True,
             **memory,
-            **prefill,
-            **routes,
+            **(cpu | routes),
             **({"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}),
         )
         self._recorded = record_routes and not gpu
@@ -156,6 +148,7 @@ class RolloutEngine:
                 ignore_eos=self._ignore_eos,
                 allowed_token_ids=self._allowed,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,  # each request has its own
             )
             engine.add_request(sample_id, {"prompt_token_ids": list(prompt.token_ids)}, params)
             waiting[sample_id] = prompt
@@ -248,6 +241,25 @@ class RolloutEngine:
                 "requests were still running during the update"
             )
         self.weight_version = version
+
+
+def cpu_arguments(max_model_len: int, max_response_tokens: int) -> dict[str, Any]:
+    """vLLM's arguments for an engine on the CPU; lengths in tokens."""
+    from mopd.rollout import cpu_norms
+
+    cpu_norms.register()
+    arguments: dict[str, Any] = {
+        # With seeds of their own, vLLM 0.32 winds a request's generator back after a prefill in
+        # pieces, which a CPU generator cannot do; whole prefills need no winding back.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(max_model_len, 4096),
+        "ir_op_priority": cpu_norms.PRIORITY,
+    }
+    if max_model_len - max_response_tokens < _CPU_BLOCK_TOKENS:
+        # No prompt fills a block, and only whole blocks are found again: keeping the books of
+        # them is 5% of a step.
+        arguments["enable_prefix_caching"] = False
+    return arguments
 
 
 def sampler_topk(ids: Sequence[int], entries: Sequence[Any], top_k: int) -> TopK:

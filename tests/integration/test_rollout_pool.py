@@ -18,6 +18,8 @@ from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
 from mopd.types import Prompt, Rollout
 
+LONG = 150
+"""Tokens of a prompt that leaves a whole block (128 on the CPU) in the prefix cache."""
 VOCAB, VALID, EOS = 68, 61, 1
 HEAD_ROWS_BIAS = 4.0
 """Padding rows that would be sampled often, were they not excluded."""
@@ -42,7 +44,7 @@ def checkpoint(folder: Path, seed: int) -> Path:
         norm_topk_prob=True,
         decoder_sparse_step=1,
         mlp_only_layers=[],
-        max_position_embeddings=128,
+        max_position_embeddings=256,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=EOS,
@@ -122,7 +124,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
                 model=a,
                 config=RolloutConfig(max_response_tokens=12),
                 dtype="float32",
-                max_model_len=64,
+                max_model_len=LONG + 14,
                 valid_vocab=VALID,
                 vocab_size=VOCAB,
                 eos_token_ids=(EOS,),
@@ -187,7 +189,7 @@ def test_c39_ids_no_tokenizer_has_are_never_sampled(rig: Rig) -> None:
 
 
 def test_c32_c33_updates_take_effect_again_and_again(rig: Rig) -> None:
-    asked = requests(12, length=40)  # long enough to leave whole blocks in the prefix cache
+    asked = requests(12, length=LONG)
     for version, name in enumerate("abab", start=1):
         rig.update(name, version)
         for temperature in (1.0, 0.0):
@@ -199,7 +201,7 @@ def test_c32_c33_updates_take_effect_again_and_again(rig: Rig) -> None:
             for rollout in rollouts:  # greedy: the most likely id at every place
                 ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.response_ids]])
                 with torch.no_grad():
-                    best = rig.models[name](ids).logits[0, 39:-1, :VALID].argmax(-1)
+                    best = rig.models[name](ids).logits[0, LONG - 1 : -1, :VALID].argmax(-1)
                 assert tuple(best.tolist()) == rollout.response_ids
     sequences = [(r.prompt.token_ids, r.response_ids) for r in rollouts]
     for engine in rig.do(rig.pool.logprobs(sequences)):
