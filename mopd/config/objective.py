@@ -73,7 +73,7 @@ class PolicyLossConfig:
 class TruncationConfig:
     """What happens to tokens on which trainer and rollout engine disagree."""
 
-    kind: str = "icepop"  # icepop | tis | mis | seq_mask | none
+    kind: str = "icepop"  # icepop | tis | mis | seq_mask | raw | none
     low: float | None = None  # icepop .5, seq_mask .5
     high: float | None = None  # icepop 5, tis 2, mis 2, seq_mask 2
     ratio: str = "auto"  # current (pi / mu) | old (pi_old / mu) | auto: what the loss calls for
