@@ -1,7 +1,8 @@
-"""The model's last layer, left out: hidden states instead of logits (`student.loss_head: fused`).
+"""The model's last layer, where it is not Megatron's own.
 
-The loss then takes the LM head tile by tile (`mopd.kernels.fused_head`), and no tensor of the
-vocabulary's width is ever made.
+`student.loss_head: fused` leaves it out: the loss takes the LM head tile by tile
+(`mopd.kernels.fused_head`), and no tensor of the vocabulary's width is ever made.
+`student.fp32_head` makes its logits in float32.
 """
 
 from __future__ import annotations
@@ -30,6 +31,22 @@ def emit_hidden_states(model: Any) -> None:
         return hidden_SBH, None
 
     layer.forward = forward
+
+
+def emit_float32_logits(model: Any) -> None:
+    """Make the last layer's product and its logits float32, whatever the weights are kept in.
+
+    MiniMax-M1 (arXiv 2506.13585): most of the difference between the probabilities of training and
+    rollout engine came from the head's precision.
+    """
+    layer = model.output_layer
+    forward = layer.forward
+
+    def in_float32(hidden: Tensor, weight: Tensor | None = None, **named: Any) -> Any:
+        weight = layer.weight if weight is None else weight
+        return forward(hidden.float(), weight=weight.float(), **named)
+
+    layer.forward = in_float32
 
 
 def head_weight(model: Any) -> Callable[[], Tensor]:

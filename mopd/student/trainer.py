@@ -181,6 +181,8 @@ class StudentRank:
         dtype = model.DTYPES[config.dtype]
         if self._last_stage and fused:
             output_head.emit_hidden_states(self.model)
+        elif self._last_stage and config.fp32_head:
+            output_head.emit_float32_logits(self.model)
         teachers = None
         if self._last_stage and self.objective.teacher.signal == "full":
             teachers = TeacherModels(
