@@ -14,6 +14,7 @@ from mopd.config.schema import ParallelConfig
 from mopd.errors import ConfigError, ModelError
 from mopd.student import cpu_platform
 from mopd.student.families.base import Family
+from mopd.student.model import use_transformer_engine
 
 RENDEZVOUS_TIMEOUT_S = 600.0
 
@@ -41,6 +42,13 @@ def check_layout(parallel: ParallelConfig, family: Family, world_size: int) -> N
         refuse(
             f"ep {p.ep} x etp {p.etp} = {p.ep * p.etp} must divide dp x tp = {p.dp * p.tp}: "
             "experts are spread over the ranks of one pipeline stage."
+        )
+    if p.tp > 1 and kwargs.get("multi_latent_attention") and not use_transformer_engine():
+        # Megatron's local layers share the rotary part of the keys between the ranks' heads and do
+        # not sum its gradient over them: wrong gradients, silently.
+        refuse(
+            f"tp is {p.tp}; latent attention is split over ranks with Transformer Engine only. "
+            "Use dp, ep and pp."
         )
     experts = kwargs.get("num_moe_experts")
     if experts is None and p.ep * p.etp > 1:

@@ -56,12 +56,12 @@ def mixtral_dp2_pp2_ep2(c: Context) -> None:
     compare(c, "mixtral", {"dp": 2, "pp": 2, "ep": 2}, **DISTRIBUTED)
 
 
-def deepseek_dp2_tp2_ep2(c: Context) -> None:
-    compare(c, "deepseek", {"dp": 2, "tp": 2, "ep": 2}, packing=True, **DISTRIBUTED)
+def deepseek_dp4_ep2(c: Context) -> None:
+    compare(c, "deepseek", {"dp": 4, "ep": 2}, packing=True, **DISTRIBUTED)
 
 
-def deepseek_tp2_pp2_ep2(c: Context) -> None:
-    compare(c, "deepseek", {"tp": 2, "pp": 2, "ep": 2}, recompute="layers")
+def deepseek_dp2_pp2_ep2(c: Context) -> None:
+    compare(c, "deepseek", {"dp": 2, "pp": 2, "ep": 2}, recompute="layers")
 
 
 def llama3_dp2_tp2(c: Context) -> None:
@@ -83,7 +83,7 @@ def resume_elsewhere(c: Context) -> None:
         ({"tp": 2, "pp": 2}, False),
         ({"dp": 2, "pp": 2, "ep": 2}, True),
     ):
-        student = c.student("deepseek", parallel=layout, **(options if distributed else RESUME))
+        student = c.student("mixtral", parallel=layout, **(options if distributed else RESUME))
         if expected is None:
             for step in range(2):
                 student.step(make_samples(5, seed=step), step)
@@ -110,8 +110,8 @@ CASES = [
     moe_tp2_pp2_ep2,
     mixtral_dp2_tp2_ep2,
     mixtral_dp2_pp2_ep2,
-    deepseek_dp2_tp2_ep2,
-    deepseek_tp2_pp2_ep2,
+    deepseek_dp4_ep2,
+    deepseek_dp2_pp2_ep2,
     llama3_dp2_tp2,
     llama3_tp2_pp2,
     resume_elsewhere,

@@ -94,7 +94,7 @@ def distributed_optimizer(c: Context) -> None:
 
 
 def latent_attention(c: Context) -> None:
-    same(c, "deepseek", {"tp": 2, "ep": 2})
+    same(c, "deepseek", {"dp": 2}, packing=True)
     same(c, "deepseek", {"dp": 2, "ep": 2}, packing=True)
     same(c, "deepseek", {"pp": 2})
 

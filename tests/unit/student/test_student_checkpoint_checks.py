@@ -169,6 +169,8 @@ def test_settings_that_are_not_implemented(kind: str, override: dict, text: str)
         ("moe", {"dp": 3, "ep": 3}, 3, "ep 3 does not divide the model's num_moe_experts 8"),
         ("dense", {"dp": 2, "ep": 2}, 2, "need a model with experts"),
         ("moe", {"dp": 0}, 0, "dp is 0"),
+        ("moe", {"tp": 2, "cp": 2}, 2, "cp is 2; only 1 is implemented"),
+        ("deepseek", {"tp": 2}, 2, "latent attention is split over ranks with Transformer Engine"),
     ],
 )
 def test_layouts_that_cannot_be(kind: str, layout: dict, world: int, text: str) -> None:
