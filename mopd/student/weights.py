@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,7 +145,6 @@ class ShardedWeights:
             else (0, 1)
             for name, slot in slots.items()
         }
-        self._plans: dict[Any, _Plan] = {}
 
     def names(self, parameter: str) -> tuple[str, ...]:
         """Hugging Face names that Megatron's `parameter` is packed from."""
@@ -259,23 +257,21 @@ class ShardedWeights:
         return self._plan(tensors).manifest()
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> _Plan:
-        """Who sends what; asked of the other ranks once for each kind of call."""
-        key = tuple((name, tensor.dtype) for name, tensor in tensors.items())
-        if key not in self._plans:
-            mine = {
-                name: _Part(
-                    self._slots[name].hf,
-                    self._slots[name].packing,
-                    self._shard[name],
-                    tuple(tensor.shape),
-                    tensor.dtype,
-                )
-                for name, tensor in tensors.items()
-            }
-            by_rank: list[list[_Part]] = [[] for _ in range(dist.get_world_size())]
-            dist.all_gather_object(by_rank, list(mine.values()))
-            self._plans[key] = _Plan(mine, _first_holders(by_rank))
-        return self._plans[key]
+        """Who sends what. Asked of the other ranks every time: what one rank has seen before (a
+        pipeline stage without routers: its trained tensors are all of them) another may not."""
+        mine = {
+            name: _Part(
+                self._slots[name].hf,
+                self._slots[name].packing,
+                self._shard[name],
+                tuple(tensor.shape),
+                tensor.dtype,
+            )
+            for name, tensor in tensors.items()
+        }
+        by_rank: list[list[_Part]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(by_rank, list(mine.values()))
+        return _Plan(mine, _first_holders(by_rank))
 
 
 @dataclass(frozen=True)
