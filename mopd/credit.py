@@ -15,6 +15,7 @@ from typing import Any
 
 from mopd.config.objective_needs import alphas, needs_teacher
 from mopd.config.schema import Config
+from mopd.errors import ConfigError
 from mopd.objective.balance import DomainShare, domain_weights
 from mopd.objective.orm import OrmAdvantages, zero_variance_groups
 from mopd.objective.schedules import value_at
@@ -131,10 +132,19 @@ class Credit:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON."""
-        return {"orm": {} if self._orm is None else self._orm.state_dict()}
+        return {
+            "estimator": self._config.objective.orm.estimator,
+            "orm": {} if self._orm is None else self._orm.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Go on from a state; ConfigError if another estimator left it."""
+        own = self._config.objective.orm.estimator
+        if state.get("estimator") != own:
+            raise ConfigError(
+                f"objective.orm.estimator is {own!r}, but the checkpoint was made with "
+                f"{state.get('estimator')!r}; resume with that one, or start a run of another name"
+            )
         if self._orm is not None:
             self._orm.load_state_dict(state["orm"])
 

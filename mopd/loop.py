@@ -78,7 +78,7 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
             metrics |= await parts.sync.publish(version=step + 1)
 
         record_verdicts(parts.prompts, batch.judged)
-        metrics |= reward_metrics(batch.scored) | batch.metrics() | parts.prompts.metrics()
+        metrics |= reward_metrics(batch.judged) | batch.metrics() | parts.prompts.metrics()
         metrics |= {"samples": float(len(samples))} | timer.metrics()
         parts.observer.step(step + 1, metrics, batch.scored)
         for text in parts.prompts.take_warnings():
@@ -136,31 +136,36 @@ async def collect_step(
     per_prompt = config.train.samples_per_prompt
     batch = Batch([], [], Counter(), 0)
     fresh = list(prompts)
+    slots = {place: place for place in range(len(fresh))}
     for round_number in range(1 + config.train.sampling.dynamic_rounds):
         requests = sample_requests(step, fresh, per_prompt, batch.requested // per_prompt)
         scored, counts = await collect(parts, requests, config, timer)
-        require_within_budget(step, len(requests), counts, config)
         batch.scored += scored
         batch.judged += scored
         batch.counts += counts
         batch.requested += len(requests)
+        require_within_budget(step, batch.requested, batch.counts, config)
         if round_number == config.train.sampling.dynamic_rounds:
             break
         rewards = [reward_of(sample, config.objective.orm.reward) for sample in batch.scored]
         groups = [group_of(sample.rollout.sample_id) for sample in batch.scored]
         domain_of = {group_of(s.rollout.sample_id): s.rollout.prompt.domain for s in batch.scored}
         flat = zero_variance_groups(rewards, groups)
-        fresh, replaced = [], set()
+        fresh, replaced = [], []
         for name in config.domains:
             own = [group for group in domain_of if group in flat and domain_of[group] == name]
             more = parts.prompts.draw_more(name, len(own)) if own else []
             fresh += more
-            replaced.update(own[: len(more)])  # a domain may have too few prompts left
+            replaced += own[: len(more)]  # a domain may have too few prompts left
         if not fresh:
             break
+        for number, group in enumerate(replaced):  # fresh answers take the places of the old ones
+            slots[batch.requested // per_prompt + number] = slots[place_of(group)]
         batch.scored = [s for s in batch.scored if group_of(s.rollout.sample_id) not in replaced]
         batch.rounds += 1
         batch.replaced += len(replaced)
+    # So that a part of the step (train.minibatches) has every domain's share, as it was drawn.
+    batch.scored.sort(key=lambda s: slots[place_of(group_of(s.rollout.sample_id))])
     return batch
 
 
@@ -177,6 +182,11 @@ def sample_requests(
         for place, prompt in enumerate(prompts, first_place)
         for k in range(samples_per_prompt)
     ]
+
+
+def place_of(group: str) -> int:
+    """The place in the step that a group was drawn for."""
+    return int(group.split(":")[1])
 
 
 def record_verdicts(prompts: PromptSource, judged: Sequence[ScoredSample]) -> None:

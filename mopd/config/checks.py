@@ -175,7 +175,7 @@ RANGES: dict[type, dict[str, Range]] = {
     },
     TruncationConfig: {"low": _FRACTION, "high": Range(1)},
     ReferenceKLConfig: {"weight": _NOT_NEGATIVE},
-    BalanceConfig: {"exponent": _NOT_NEGATIVE, "low": _POSITIVE, "high": _POSITIVE},
+    BalanceConfig: {"exponent": Range(0, 10), "low": _POSITIVE, "high": _POSITIVE},
     TrainConfig: {
         "steps": _COUNT,
         "prompts_per_step": _COUNT,
@@ -294,6 +294,7 @@ def config_warnings(config: Config) -> list[str]:
     """What will run but is probably not meant."""
     found = []
     used = asked_teachers(config) | {domain.teacher for domain in config.domains.values()}
+    used.add(config.objective.kl.reference or "")
     for name in config.teachers:
         if name not in used:
             found.append(f"teachers.{name}: no domain names it, so it will not be started")

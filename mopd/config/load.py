@@ -93,7 +93,8 @@ def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
 
 def _fill_in_self(config: Config) -> None:
     """The teacher `self` is the student as it starts, frozen: its checkpoint, in its type."""
-    if any(domain.teacher == SELF for domain in config.domains.values()):
+    named = {domain.teacher for domain in config.domains.values()}
+    if SELF in named | {config.objective.kl.reference}:
         config.teachers.setdefault(SELF, TeacherConfig(dtype=config.student.dtype))
     own = config.teachers.get(SELF)
     if own is not None and own.model is None and not own.endpoints:

@@ -81,11 +81,7 @@ def _teacher(config: Config) -> Iterator[str]:
     if teacher.weight == 0:
         if teacher.signal != "sampled":
             yield f"{key}.signal is {teacher.signal}, but {key}.weight is 0: leave one of them out"
-        if not any(alpha > 0 for alpha in alphas(config).values()):
-            yield (
-                f"{key}.weight is 0 and no domain has an alpha above 0: nothing to learn from. "
-                "Set objective.orm.alpha, or give the teachers a weight"
-            )
+        yield from _without_teachers(config)
     if teacher.direction == "jsd":
         if teacher.jsd_beta is not None and not 0 < teacher.jsd_beta < 1:
             yield f"{key}.jsd_beta must be above 0 and below 1, got {teacher.jsd_beta:g}"
@@ -125,6 +121,37 @@ def _teacher(config: Config) -> Iterator[str]:
                 )
 
 
+def _without_teachers(config: Config) -> Iterator[str]:
+    """With no distillation part, every domain that is drawn needs something to learn from."""
+    objective = config.objective
+    if objective.kl.kind != "none":
+        return
+    drawn = {name: alpha for name, alpha in alphas(config).items() if config.domains[name].weight}
+    if not any(alpha > 0 for alpha in drawn.values()):
+        yield (
+            "objective.teacher.weight is 0 and no domain that is drawn has an alpha above 0: "
+            "nothing to learn from. Set objective.orm.alpha, or give the teachers a weight"
+        )
+    else:
+        for name in sorted(name for name, alpha in drawn.items() if not alpha > 0):
+            yield (
+                f"domains.{name} has alpha 0 and objective.teacher.weight is 0: its answers would "
+                f"teach nothing; give it an alpha, or set domains.{name}.weight to 0"
+            )
+    if objective.orm.zero_variance == "drop" and config.train.samples_per_prompt == 1:
+        yield (
+            "objective.orm.zero_variance is drop and train.samples_per_prompt 1: a group of one "
+            "always has equal rewards, so that every answer would be left out"
+        )
+
+
+def _largest(schedule: ScheduleConfig, steps: int) -> float:
+    """The largest value that a schedule takes within the run."""
+    if schedule.from_step >= steps:
+        return 0.0
+    return max(schedule.value, schedule.end_value or 0.0)
+
+
 def _orm(config: Config) -> Iterator[str]:
     orm, key = config.objective.orm, "objective.orm"
     if orm.estimator != "reinforce":
@@ -144,6 +171,17 @@ def _orm(config: Config) -> Iterator[str]:
             f"{key}.estimator maxrl is defined for rewards of 0 and 1: take reward: correct, "
             "without overlong_buffer and length_reward"
         )
+    if orm.all_wrong and (shaped or orm.zero_variance == "drop"):
+        yield (
+            f"{key}.all_wrong is for groups whose rewards are all 0: overlong_buffer and "
+            "length_reward change those rewards, zero_variance: drop leaves the groups out"
+        )
+    steps = config.train.steps
+    if any(alpha > 0 for alpha in alphas(config).values()):
+        if not _largest(orm.alpha_schedule, steps) > 0:
+            yield f"{key}.alpha_schedule is 0 for the whole run (train.steps {steps})"
+    if orm.length_reward is not None and not _largest(orm.length_reward, steps) > 0:
+        yield f"{key}.length_reward is 0 for the whole run (train.steps {steps})"
     limit = config.rollout.max_response_tokens
     if orm.overlong_buffer is not None and not 1 <= orm.overlong_buffer <= limit:
         yield (

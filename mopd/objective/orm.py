@@ -110,8 +110,8 @@ class OrmAdvantages:
             )
         if config.estimator == "ppo_gae":
             raise ConfigError(
-                "objective.orm.estimator is 'ppo_gae', which needs a critic's values "
-                "(mopd.objective.gae); there is no critic yet. Take grpo or rloo."
+                "objective.orm.estimator is 'ppo_gae', which needs a critic's values: its "
+                "advantages are made where those are (mopd.student.critic)."
             )
         if config.estimator != "reinforce":
             lookup(ORM_ESTIMATORS, config.estimator, "objective.orm.estimator")

@@ -69,7 +69,7 @@ class Critic:
 
         returns_BR, mask_BR: R_t, and where there is one. tokens: of the whole update.
         """
-        if not self._speaks:
+        if not self._speaks or not bool(mask_BR.any()):
             return
         error_BR = torch.where(mask_BR, rows.spread(self.values(rows)) - returns_BR, 0.0)
         (0.5 * error_BR.square().sum() / max(tokens, 1.0)).backward()
@@ -81,6 +81,10 @@ class Critic:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
         self._optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was accumulated."""
         self._optimizer.zero_grad(set_to_none=False)
 
     def advantages(

@@ -261,7 +261,7 @@ class StudentRank:
             kept = float(part_sums[:, SUM_COLUMNS.index("kept")].sum())
             norms.append(self._optimizer.step(lr, where) if kept else 0.0)
             if self._critic is not None:
-                self._critic.step()
+                (self._critic.step if kept else self._critic.forget)()
             losses.append(loss)
             sums += part_sums
         return {

@@ -11,6 +11,7 @@ import pytest
 from mopd.config.objective import ScheduleConfig
 from mopd.config.schema import Config, DomainConfig
 from mopd.credit import Credit
+from mopd.errors import ConfigError
 from mopd.types import Prompt, Rollout, ScoredSample, TrainSample, Verdict
 
 PROMPTS = {name: Prompt(f"{name}/0", name, "q", (1,)) for name in ("math", "code")}
@@ -136,6 +137,8 @@ def test_the_running_baseline_is_saved_and_goes_on() -> None:
     after = [sample(0, True), sample(1, True)]
     assert resumed.samples(after, 1)[0] == straight.samples(after, 1)[0]
     assert advantages(Credit(made).samples(after, 1)[0]) == [0.0, 0.0]  # without it: not the same
+    with pytest.raises(ConfigError, match="made with 'reinforce'"):
+        Credit(config(orm__estimator="ppo_gae")).load_state_dict(straight.state_dict())
 
 
 def test_a_critic_is_given_rewards_not_advantages() -> None:

@@ -261,10 +261,11 @@ def test_dynamic_sampling_replaces_flat_groups_by_the_same_domain_and_is_capped(
     parts, _, _ = run(group=2, alpha=1.0, rewards=rewards, dynamic_rounds=2)
     assert parts.prompts.more == [("math", 2), ("math", 2)]  # type: ignore[attr-defined]
     (batch,) = parts.student.batches  # type: ignore[attr-defined]
-    # Two rounds replaced the two math groups; what the last round drew stays, ids still unique.
+    # Two rounds replaced the two math groups, each time in their places; what the last round drew
+    # stays, ids still unique.
     assert [s.sample_id for s in batch] == [
         f"0:{place}:{prompt}:{k}"
-        for place, prompt in ((1, "code/0"), (5, "math/0"), (6, "math/0"))
+        for place, prompt in ((5, "math/0"), (1, "code/0"), (6, "math/0"))
         for k in range(2)
     ]
     (metrics,) = parts.observer.metrics  # type: ignore[attr-defined]
@@ -289,6 +290,17 @@ def _prompts_with(left: int) -> Any:
         self.left = left
 
     return init
+
+
+def test_the_failure_budget_is_of_the_whole_step_not_of_a_round() -> None:
+    """One verifier failure among the 2 samples of the second round, 8 in the step."""
+    rewards = {"0:0:math/0:0": 1, "0:1:code/0:0": 1, "0:3:math/0:0": "timeout"}
+    parts, done, _ = run(group=2, rewards=rewards, dynamic_rounds=1, budget=0.2)
+    assert done == 1
+    (metrics,) = parts.observer.metrics  # type: ignore[attr-defined]
+    assert metrics["failures/fraction"] == 1 / 8
+    # Of every answer drawn, those of the replaced group too: 1 right of math's 5 judged.
+    assert metrics["domain/math/reward"] == 0.2
 
 
 def test_dynamic_sampling_stops_when_every_group_differs() -> None:

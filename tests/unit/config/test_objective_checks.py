@@ -15,7 +15,35 @@ SECOND = "domains.code.verifier=exact_match"
 
 REFUSED: list[tuple[Sequence[str], str]] = [
     # the teacher's part
-    (["objective.teacher.weight=0"], "no domain has an alpha above 0"),
+    (["objective.teacher.weight=0"], "no domain that is drawn has an alpha above 0"),
+    (
+        ["objective.teacher.weight=0", "domains.math.alpha=1", "domains.math.weight=0"],
+        "no domain that is drawn has an alpha above 0",
+    ),
+    (
+        ["objective.teacher.weight=0", "domains.math.alpha=1"],
+        "domains.code has alpha 0 and objective.teacher.weight is 0",
+    ),
+    (
+        [
+            "objective.teacher.weight=0",
+            "objective.orm={alpha: 1, estimator: reinforce, zero_variance: drop}",
+            "train.samples_per_prompt=1",
+        ],
+        "every answer would be left out",
+    ),
+    (
+        ["objective.orm.alpha=1", SECOND, "objective.orm.alpha_schedule.from_step=1000"],
+        "alpha_schedule is 0 for the whole run",
+    ),
+    (
+        ["objective.orm={alpha: 1, estimator: agapo, all_wrong: -0.1, overlong_buffer: 2}", SECOND],
+        "all_wrong is for groups whose rewards are all 0",
+    ),
+    (
+        ["objective.balance={kind: gap, exponent: 2000}"],
+        "exponent must be at least 0 and at most 10",
+    ),
     (
         [
             "objective.teacher.weight=0",
@@ -138,6 +166,7 @@ def test_refused_with_the_reason(loaded: Load, overrides: Sequence[str], says: s
         ["objective.teacher.weight=0", "objective.orm.alpha=1", SECOND],
         ["objective.orm.alpha=1", "objective.orm.estimator=reinforce", SECOND],
         ["objective.kl={kind: k2, weight: 0.1, reference: math_rl}"],
+        ["objective.kl={kind: k2, weight: 0.1, reference: self}"],
         ["objective.loss={name: gspo}", "objective.truncation={kind: seq_mask}"],
         ["objective.balance={kind: gap, targets: {math: 1, code: 3}}"],
         ["student.loss_head=fused"],
