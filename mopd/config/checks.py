@@ -616,6 +616,12 @@ def _student(config: Config) -> Iterator[str]:
         )
     if limits is None:
         return
+    top_k = config.objective.teacher.top_k
+    if top_k is not None and top_k >= limits.vocab_size:
+        yield (
+            f"objective.teacher.top_k {top_k} is not below the {limits.vocab_size} ids of "
+            f"{student.model}"
+        )
     where = f"of {student.model}"
     if limits.num_experts == 0 and (layout.ep > 1 or layout.etp > 1):
         yield f"{key}: ep {layout.ep}, etp {layout.etp}, but {student.model} has no experts"

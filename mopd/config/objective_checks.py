@@ -5,10 +5,16 @@ Each refusal says why. Ranges of plain numbers are in `mopd.config.checks`. Impo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mopd.config.objective import ObjectiveConfig, ScheduleConfig
+from mopd.config.objective import (
+    ObjectiveConfig,
+    OrmConfig,
+    ScheduleConfig,
+    TeacherSignalConfig,
+)
 from mopd.config.objective_needs import alphas
 from mopd.config.schema import Config, SamplingConfig
 from mopd.config.wording import nearest
@@ -82,6 +88,10 @@ def _teacher(config: Config) -> Iterator[str]:
         if teacher.signal != "sampled":
             yield f"{key}.signal is {teacher.signal}, but {key}.weight is 0: leave one of them out"
         yield from _without_teachers(config)
+        default = TeacherSignalConfig()
+        for name in ("clip", "reward_to_go", "refresh", "direction"):
+            if getattr(teacher, name) != getattr(default, name):
+                yield f"{key}.{name} has no effect while {key}.weight is 0; leave it out"
     if teacher.direction == "jsd":
         if teacher.jsd_beta is not None and not 0 < teacher.jsd_beta < 1:
             yield f"{key}.jsd_beta must be above 0 and below 1, got {teacher.jsd_beta:g}"
@@ -102,6 +112,8 @@ def _teacher(config: Config) -> Iterator[str]:
             f"{key}.reward_to_go goes with signal: sampled; a divergence of whole distributions "
             "has its own gradient at every token"
         )
+    if not teacher.refresh:
+        yield f"{key}.refresh is of the sampled advantage; signal: {teacher.signal} has none"
     if teacher.clip != 5.0:
         yield f"{key}.clip bounds the sampled advantage; signal: {teacher.signal} has none"
     if teacher.signal == "topk" and config.student.loss_head == "fused":
@@ -177,7 +189,13 @@ def _orm(config: Config) -> Iterator[str]:
             "length_reward change those rewards, zero_variance: drop leaves the groups out"
         )
     steps = config.train.steps
-    if any(alpha > 0 for alpha in alphas(config).values()):
+    if not any(alpha > 0 for alpha in alphas(config).values()):
+        default = OrmConfig()
+        read = ("alpha", "alpha_schedule", "reward")  # the reward also decides what is resampled
+        for field in dataclasses.fields(orm):
+            if field.name not in read and getattr(orm, field.name) != getattr(default, field.name):
+                yield f"{key}.{field.name} has no effect: no domain has an alpha above 0"
+    else:
         if not _largest(orm.alpha_schedule, steps) > 0:
             yield f"{key}.alpha_schedule is 0 for the whole run (train.steps {steps})"
     if orm.length_reward is not None and not _largest(orm.length_reward, steps) > 0:
@@ -234,6 +252,11 @@ def _truncation(objective: ObjectiveConfig) -> Iterator[str]:
     known = objective.loss.name in POLICY_LOSS_SPECS and objective.truncation.ratio in RATIOS
     if not known or objective.truncation.kind not in TRUNCATION_BOUNDS:
         return  # already said, with the names
+    if objective.truncation.kind == "none" and objective.truncation.ratio != "auto":
+        yield (
+            "objective.truncation.ratio has no effect with kind: none, which compares nothing; "
+            "leave it out"
+        )
     checks: tuple[Callable[[], object], ...] = (
         lambda: truncation_bounds(objective.truncation),
         lambda: truncation_ratio(objective),
@@ -282,7 +305,8 @@ def _balance(config: Config) -> Iterator[str]:
             yield f"{key}.targets.{name}: there is no such domain{nearest(name, config.domains)}"
         if not target > 0:
             yield f"{key}.targets.{name} must be above 0, got {target:g}"
-    if balance.targets and (missing := sorted(set(config.domains) - set(balance.targets))):
+    drawn = {name for name, domain in config.domains.items() if domain.weight > 0}
+    if balance.targets and (missing := sorted(drawn - set(balance.targets))):
         yield f"{key}.targets: no target for {', '.join(missing)}"
 
 
@@ -329,7 +353,7 @@ def _sampling(config: Config) -> Iterator[str]:
         yield from _unread(sampling, dict.fromkeys(names, f"{key}.order: curriculum"), key)
     else:
         for name, domain in config.domains.items():
-            if domain.prompts.difficulty is None:
+            if domain.prompts.difficulty is None and domain.weight > 0:
                 yield f"{key}.order is curriculum: set domains.{name}.prompts.difficulty"
     if sampling.retire_above is None:
         yield from _unread(sampling, {"retire_after": f"{key}.retire_above"}, key)

@@ -52,6 +52,18 @@ REFUSED: list[tuple[Sequence[str], str]] = [
         ],
         "signal is topk, but objective.teacher.weight is 0",
     ),
+    (
+        ["objective.teacher={weight: 0, clip: 2}", "objective.orm.alpha=1", SECOND],
+        "clip has no effect while objective.teacher.weight is 0",
+    ),
+    (
+        ["objective.teacher={signal: topk, top_k: 4, refresh: false}"],
+        "refresh is of the sampled advantage",
+    ),
+    (["objective.teacher={signal: topk, top_k: 259}"], "top_k 259 is not below the 259 ids"),
+    (["objective.orm.estimator=ppo_gae"], "estimator has no effect: no domain has an alpha"),
+    (["objective.orm.whiten=true"], "whiten has no effect: no domain has an alpha above 0"),
+    (["objective.truncation={kind: none, ratio: old}"], "ratio has no effect with kind: none"),
     (["objective.teacher.direction=forward"], "estimates the reverse KL only"),
     (["objective.teacher.jsd_beta=0.3"], "jsd_beta goes with objective.teacher.direction: jsd"),
     (["objective.teacher.top_k=4"], "top_k goes with objective.teacher.signal: topk"),
