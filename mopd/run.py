@@ -41,7 +41,7 @@ from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
 from mopd.runtime.leftovers import remove_stale_weights
 from mopd.runtime.rollout_pool import RolloutPool
-from mopd.runtime.startup import Startup
+from mopd.runtime.startup import Startup, all_or_first_error
 from mopd.runtime.student_group import StudentGroup
 from mopd.runtime.teacher_fleet import TeacherFleet
 from mopd.runtime.teacher_rollouts import TeacherRollouts
@@ -187,7 +187,7 @@ class System:
             with startup.waiting("verifiers"):
                 await judge.ready()
 
-        await _all_or_first_error(
+        await all_or_first_error(
             start_judge(),
             teachers.start(startup, extra=[reference] if reference else []),
             engines.build(
@@ -425,15 +425,3 @@ class RunObserver:
 
     def warn(self, text: str) -> None:
         self._progress.warn(text)
-
-
-async def _all_or_first_error(*parts: Any) -> None:
-    """Run all; at the first error cancel the rest and raise it."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

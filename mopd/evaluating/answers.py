@@ -32,6 +32,7 @@ from mopd.observe.progress import Progress, duration
 from mopd.protocols import Sequences
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
+from mopd.runtime.startup import all_or_first_error
 from mopd.types import Prompt
 
 
@@ -132,14 +133,7 @@ class Answering:
             if self.asked:
                 self._progress.evaluation("held-out answers", 0, self.asked)
             slots = asyncio.Semaphore(engines_at_once(config))
-            tasks = [asyncio.ensure_future(self._answer(work, judge, slots)) for work in self.work]
-            try:
-                await asyncio.gather(*tasks)
-            except BaseException:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                raise
+            await all_or_first_error(*(self._answer(work, judge, slots) for work in self.work))
 
     async def _answer(self, work: Work, judge: JudgePool, slots: asyncio.Semaphore) -> None:
         """Everything that is wanted of one model."""

@@ -12,7 +12,7 @@ import ray
 
 from mopd.config.schema import RolloutConfig
 from mopd.protocols import Sequences
-from mopd.rollout.engine import engine_environment
+from mopd.runtime.rollout_pool import engine_options
 from mopd.types import Prompt, Rollout
 
 
@@ -81,13 +81,7 @@ class AnsweringEngine:
     def __init__(self, spec: EngineSpec, config: RolloutConfig) -> None:
         self._spec, self._config = spec, config
         self._actor: Any = AnsweringActor.options(  # type: ignore[attr-defined]
-            num_cpus=config.threads_per_engine,
-            num_gpus=config.gpus_per_engine,
-            runtime_env={
-                "env_vars": engine_environment(
-                    config.threads_per_engine, gpu=config.gpus_per_engine > 0
-                )
-            },
+            **engine_options(config)
         ).remote()
 
     async def start(self) -> None:

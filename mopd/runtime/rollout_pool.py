@@ -18,6 +18,16 @@ from mopd.runtime.startup import Startup
 from mopd.types import Prompt, Rollout
 
 
+def engine_options(config: RolloutConfig) -> dict[str, Any]:
+    """Ray's options for the process of one engine."""
+    gpu = config.gpus_per_engine > 0
+    return {
+        "num_cpus": config.threads_per_engine,
+        "num_gpus": config.gpus_per_engine,
+        "runtime_env": {"env_vars": engine_environment(config.threads_per_engine, gpu=gpu)},
+    }
+
+
 @ray.remote
 class RolloutActor:
     """One engine. The class it wraps knows nothing of Ray."""
@@ -60,13 +70,7 @@ class RolloutPool:
         self._max_tokens = config.max_response_tokens
         self._actors = [
             RolloutActor.options(  # type: ignore[attr-defined]
-                num_cpus=config.threads_per_engine,
-                num_gpus=config.gpus_per_engine,
-                runtime_env={
-                    "env_vars": engine_environment(
-                        config.threads_per_engine, gpu=config.gpus_per_engine > 0
-                    )
-                },
+                **engine_options(config)
             ).remote()
             for _ in range(config.engines)
         ]

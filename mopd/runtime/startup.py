@@ -1,9 +1,11 @@
-"""Says what a start-up is waiting for, while several parts start at once."""
+"""Several parts started at once: what is being waited for, and an end at the first error."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Startup:
@@ -25,3 +27,15 @@ class Startup:
             raise
         self._waiting.discard(what)
         self._show(set(self._waiting))
+
+
+async def all_or_first_error(*parts: Awaitable[Any]) -> None:
+    """Run all; at the first error cancel the rest and raise it."""
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,6 +1,6 @@
 """What the student says of the response tokens, from the last stage's output.
 
-The output is logits, or hidden states where the LM head is left to the loss (`Output.weight_VH`).
+The output is logits, or hidden states where the LM head is left to the loss (`head_weight`).
 Legend: B rows, S positions, N response tokens, M = B * S, V columns of this rank's vocabulary
 shard, X = V or H, K candidates a position.
 """

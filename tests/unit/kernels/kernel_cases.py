@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mopd.objective.inputs import StepTotals, TokenInputs
+from mopd.objective.loss import objective_loss
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 BACKENDS = ["torch", "triton"]
@@ -78,3 +81,25 @@ class LargestNewStorage(TorchDispatchMode):
                 if storage.data_ptr() not in self.known:
                     self.largest = max(self.largest, storage.nbytes() // 4)
         return out
+
+
+def step(logprobs: torch.Tensor) -> torch.Tensor:
+    """The objective of two samples of three tokens."""
+    student_BT = logprobs.view(2, 3)
+    noise = normal(2, 2, 3, seed=3, scale=1.0).to(student_BT.device)
+    mask = torch.tensor([[True, True, True], [True, False, False]], device=student_BT.device)
+    pytest.importorskip("omegaconf")  # the configuration's own; a bare GPU machine has none
+    from mopd.config.objective import ObjectiveConfig
+
+    loss, _ = objective_loss(
+        student_BT,
+        TokenInputs(
+            mask_BT=mask,
+            sampler_logprobs_BT=student_BT.detach() + 0.2 * noise[0],
+            orm_advantage_B=torch.tensor([0.5, -0.5], device=student_BT.device),
+            teacher_logprobs_BT=student_BT.detach() + noise[1],
+        ),
+        ObjectiveConfig(),
+        StepTotals(tokens=4.0, sequences=2.0, prompts=2.0),
+    )
+    return loss

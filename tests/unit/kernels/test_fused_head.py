@@ -13,13 +13,12 @@ from kernel_cases import (
     gradient_factor,
     integers,
     normal,
+    step,
 )
 
 from mopd.errors import ConfigError, DataError
 from mopd.kernels.reference import IGNORE, gathered_logprobs_reference
 from mopd.kernels.select import fused_head_logprobs, fused_head_scores, gathered_logprobs
-from mopd.objective.inputs import StepTotals, TokenInputs
-from mopd.objective.loss import objective_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -193,28 +192,6 @@ def test_never_a_vocabulary_sized_tensor(backend, monkeypatch):
     with LargestNewStorage(*known) as control:  # the measure does see [N, V]
         gathered_logprobs(hidden @ weight.t(), targets, backend="torch")
     assert control.largest >= rows * width
-
-
-def step(logprobs: torch.Tensor) -> torch.Tensor:
-    """The objective of two samples of three tokens."""
-    student_BT = logprobs.view(2, 3)
-    noise = normal(2, 2, 3, seed=3, scale=1.0).to(student_BT.device)
-    mask = torch.tensor([[True, True, True], [True, False, False]], device=student_BT.device)
-    pytest.importorskip("omegaconf")  # the configuration's own; a bare GPU machine has none
-    from mopd.config.objective import ObjectiveConfig
-
-    loss, _ = objective_loss(
-        student_BT,
-        TokenInputs(
-            mask_BT=mask,
-            sampler_logprobs_BT=student_BT.detach() + 0.2 * noise[0],
-            orm_advantage_B=torch.tensor([0.5, -0.5], device=student_BT.device),
-            teacher_logprobs_BT=student_BT.detach() + noise[1],
-        ),
-        ObjectiveConfig(),
-        StepTotals(tokens=4.0, sequences=2.0, prompts=2.0),
-    )
-    return loss
 
 
 def test_c29_logits_and_fused_head_give_the_same_step(backend, monkeypatch):

@@ -9,13 +9,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_cases import DEVICE, INTERPRETED, LargestNewStorage, far_rows
+from kernel_cases import DEVICE, INTERPRETED, LargestNewStorage, far_rows, step
 
 from mopd.errors import DataError
 from mopd.kernels.reference import IGNORE, gathered_logprobs_reference
 from mopd.kernels.select import gathered_logprobs, gathered_scores
-from mopd.objective.inputs import StepTotals, TokenInputs
-from mopd.objective.loss import objective_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -336,33 +334,11 @@ def test_nan_logits_of_a_live_row_are_not_hidden(backend):
     assert got[1].isnan() and got[[0, 2]].isfinite().all()
 
 
-def _objective(logprobs: torch.Tensor) -> torch.Tensor:
-    student_BT = logprobs.view(2, 3)
-    generator = torch.Generator().manual_seed(3)
-    noise = torch.randn(2, 2, 3, generator=generator).to(student_BT.device)
-    mask = torch.tensor([[True, True, True], [True, False, False]], device=student_BT.device)
-    pytest.importorskip("omegaconf")  # the configuration's own; a bare GPU machine has none
-    from mopd.config.objective import ObjectiveConfig
-
-    loss, _ = objective_loss(
-        student_BT,
-        TokenInputs(
-            mask_BT=mask,
-            sampler_logprobs_BT=student_BT.detach() + 0.2 * noise[0],
-            orm_advantage_B=torch.tensor([0.5, -0.5], device=student_BT.device),
-            teacher_logprobs_BT=student_BT.detach() + noise[1],
-        ),
-        ObjectiveConfig(),
-        StepTotals(tokens=4.0, sequences=2.0, prompts=2.0),
-    )
-    return loss
-
-
 def test_c29_one_loss_and_one_gradient_through_every_backend(backend):
     logits, targets = random_case(6, 130, seed=8)
     targets[4] = targets[5] = IGNORE
     reference = logits.double().requires_grad_()
-    want = _objective(gathered_logprobs_reference(reference, targets, temperature=0.8))
+    want = step(gathered_logprobs_reference(reference, targets, temperature=0.8))
     want.backward()
     for inplace in (False, True):
         leaf = logits.clone().to(DEVICE).requires_grad_()
@@ -373,7 +349,7 @@ def test_c29_one_loss_and_one_gradient_through_every_backend(backend):
             backend=backend,
             inplace_backward=inplace,
         )
-        loss = _objective(logprobs)
+        loss = step(logprobs)
         loss.backward()
         assert loss.item() == pytest.approx(want.item(), rel=2e-6)
         torch.testing.assert_close(leaf.grad.cpu().double(), reference.grad, rtol=0, atol=1e-6)
