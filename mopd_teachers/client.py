@@ -21,7 +21,7 @@ import numpy as np
 
 from mopd_teachers import transport, wire
 from mopd_teachers.errors import TeacherError
-from mopd_teachers.generation import Generation, generate_at
+from mopd_teachers.generation import Generation, generate_at, sample_seed
 from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
 from mopd_teachers.replica import Endpoint, Replica
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
@@ -29,7 +29,7 @@ from mopd_teachers.scoring import score_at
 from mopd_teachers.stats import TeacherStats
 from mopd_teachers.transport import RequestError
 
-__all__ = ["Endpoint", "Generation", "ProbeReport", "TeacherClient"]
+__all__ = ["Endpoint", "Generation", "ProbeReport", "TeacherClient", "sample_seed"]
 
 SEQUENCES_PER_REQUEST = 256
 PROMPTS_PER_REQUEST = 64
@@ -416,9 +416,13 @@ class TeacherClient:
         *,
         max_tokens: int,
         temperature: float = 0.0,
-        seed: int | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Generation]:
         """One answer per prompt, in their order; greedy at temperature 0.
+
+        `seeds` has one of each prompt (see `sample_seed`), which is then a request of its own:
+        the same call gives the same answers, and equal prompts are as many samples. None leaves
+        the noise to the server.
 
         An answer ends at the model's end-of-sequence id or after `max_tokens`. Raises
         TeacherError when a server fails past the retries.
@@ -426,20 +430,27 @@ class TeacherClient:
         self._open()
         if any(s.model is None for s in self._servers):
             raise TeacherError(f"teacher {self.name!r}: call probe() before generating")
+        if seeds is not None and len(seeds) != len(prompts):
+            raise TeacherError(
+                f"teacher {self.name!r}: {len(seeds)} seeds for {len(prompts)} prompts; expected "
+                "one of each"
+            )
         size = min(PROMPTS_PER_REQUEST, max(1, math.ceil(len(prompts) / len(self._servers))))
-        how: dict[str, Any] = {
-            "teacher": self.name, "max_tokens": max_tokens, "temperature": temperature, "seed": seed
-        }  # fmt: skip
+        size = size if seeds is None else 1
 
-        async def one(chunk: Sequence[Sequence[int]]) -> list[Generation]:
+        async def one(start: int) -> list[Generation]:
+            chunk = prompts[start : start + size]
+            seed = None if seeds is None else seeds[start]
+            how: dict[str, Any] = {
+                "teacher": self.name, "max_tokens": max_tokens, "temperature": temperature,
+                "seed": seed,
+            }  # fmt: skip
             return await self._retried(
                 lambda server: generate_at(self._ask, server, chunk, **how), 0
             )
 
         try:
-            parts = await asyncio.gather(
-                *(one(prompts[i : i + size]) for i in range(0, len(prompts), size))
-            )
+            parts = await asyncio.gather(*(one(i) for i in range(0, len(prompts), size)))
         except RequestError as error:
             raise TeacherError(self._describe(error)) from error
         return [generation for part in parts for generation in part]

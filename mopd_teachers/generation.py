@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,13 @@ class Generation:
     finish_reason: str
 
 
+def sample_seed(seed: int, sample_id: str) -> int:
+    """The seed of one sample's answer, below 2**32: samples of one run do not share their noise,
+    and a sample has the same whatever is asked with it."""
+    digest = hashlib.blake2b(f"{seed}/{sample_id}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
 async def generate_at(
     ask: Ask,
     server: Replica,
@@ -29,7 +37,11 @@ async def generate_at(
     temperature: float,
     seed: int | None,
 ) -> list[Generation]:
-    """One answer per prompt, in their order. Raises TeacherError for an answer that is none."""
+    """One answer per prompt, in their order. A request has one seed, so that with a `seed` equal
+    prompts of one request would be answered alike: `TeacherClient.generate` asks for each alone.
+
+    Raises TeacherError for an answer that is none.
+    """
     body: dict[str, Any] = {
         "model": server.model,
         "prompt": [list(prompt) for prompt in prompts],

@@ -16,7 +16,7 @@ from mopd.evaluation.openai_models import OpenAIModel
 from mopd.protocols import Sequences
 from mopd.runtime.answering_engine import AnsweringEngine, EngineSpec
 from mopd.types import Prompt
-from mopd_teachers.client import Endpoint, TeacherClient
+from mopd_teachers.client import Endpoint, TeacherClient, sample_seed
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.scores import ScoreItem
 
@@ -144,7 +144,9 @@ class _Endpoints:
                     [list(prompt.token_ids) for _, prompt in part],
                     max_tokens=self._model.engine.max_response_tokens,
                     temperature=temperature,
-                    seed=None if temperature == 0 else self._seed + start,
+                    seeds=None
+                    if temperature == 0
+                    else [sample_seed(self._seed, k) for k, _ in part],
                 )
             except ServerError as error:
                 raise TeacherError(str(error)) from error

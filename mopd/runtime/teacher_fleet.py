@@ -23,7 +23,7 @@ from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, server_spec
 from mopd.runtime.teacher_keeper import TeacherKeeper
 from mopd.runtime.teacher_registry import record_change, take_requests, write_registry
 from mopd.types import Prompt, Rollout, TeacherScore, TopK, finish_reason
-from mopd_teachers.client import Endpoint, TeacherClient
+from mopd_teachers.client import Endpoint, TeacherClient, sample_seed
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
 
@@ -285,7 +285,8 @@ class TeacherFleet:
     ) -> Sequence[Rollout]:
         """Answers of the domain's teacher to (request id, prompt) pairs; greedy at temperature 0.
 
-        seed: of every one of them, so that a prompt that is here twice is answered alike.
+        seed: each answer's own is made of it and of the request's id, so that a prompt that is
+            here twice is answered twice; None: the servers' noise, or none at temperature 0.
         """
         teacher = answering(self._config, self._config.domains[domain].teacher)
         client = self._keepers[teacher].client
@@ -294,7 +295,7 @@ class TeacherFleet:
                 [list(prompt.token_ids) for _, prompt in requests],
                 max_tokens=self._config.rollout.max_response_tokens,
                 temperature=temperature,
-                seed=seed,
+                seeds=None if seed is None else [sample_seed(seed, key) for key, _ in requests],
             )
         except ServerError as error:
             raise _for_user(error) from error

@@ -8,7 +8,6 @@ baseline that on-policy distillation has to beat. Kim and Rush 2016 (arXiv 1606.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -42,7 +41,7 @@ class TeacherRollouts:
 
     Args:
         teacher_of: domain -> its teacher.
-        seed: the run's; a sample's answer depends on it and on the sample's id.
+        seed: the run's; a sample's answer depends on it and on the sample's id alone.
     """
 
     def __init__(
@@ -84,21 +83,13 @@ class TeacherRollouts:
     async def _answered(
         self, chunk: Sequence[tuple[str, Prompt]], temperature: float
     ) -> list[Rollout]:
-        """Asked one by one, because a request has one seed for all its prompts, and prompts that
-        share their noise are not as many samples as they seem; scored together."""
         domain = chunk[0][1].domain
-        asked = await asyncio.gather(
-            *(
-                self._teachers.answers(
-                    domain,
-                    [request],
-                    temperature=temperature,
-                    seed=self._sample_seed(request[0]) if temperature > 0 else None,
-                )
-                for request in chunk
-            )
+        answers = await self._teachers.answers(
+            domain,
+            chunk,
+            temperature=temperature,
+            seed=self._seed if temperature > 0 else None,
         )
-        answers = [answer for group in asked for answer in group]
         scores = await self._teachers.score(answers, teacher=self._teacher_of[domain])
         found = []
         for answer in answers:
@@ -106,7 +97,3 @@ class TeacherRollouts:
             if score is not None and not isinstance(score, TeacherFailed):
                 found.append(replace(answer, sampler_logprobs=tuple(score.logprobs)))
         return found
-
-    def _sample_seed(self, sample_id: str) -> int:
-        digest = hashlib.blake2b(f"{self._seed}/{sample_id}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest, "big")

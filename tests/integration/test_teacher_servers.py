@@ -29,7 +29,7 @@ import pytest
 from teacher_proxy import FaultProxy
 
 from mopd_teachers import wire
-from mopd_teachers.client import Endpoint, TeacherClient
+from mopd_teachers.client import Endpoint, TeacherClient, sample_seed
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.router import TeacherRouter
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
@@ -395,6 +395,22 @@ def test_greedy_answers_are_those_of_transformers(rig: Rig) -> None:
         assert answer.finish_reason == ("stop" if want[-1] == EOS else "length")
         reasons.add(answer.finish_reason)
     assert reasons == {"stop", "length"}, "the case must show both ends"
+
+
+def test_equal_prompts_are_sampled_apart_and_the_same_call_gives_the_same(rig: Rig) -> None:
+    """One seed for a request of both would give both the same noise."""
+    prompt = (BOS, 40, 41)
+    keys = [f"0:{i}:0" for i in range(6)]
+    seeds = [sample_seed(5, key) for key in keys]
+
+    async def use(client: TeacherClient) -> Any:
+        how: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0}
+        first = await client.generate([prompt] * 6, seeds=seeds, **how)
+        return first, await client.generate([prompt] * 6, seeds=seeds[::-1], **how)
+
+    first, again = run(rig.client(rig.a), use)
+    assert len({answer.token_ids for answer in first}) == 6
+    assert again[::-1] == first  # whatever stands beside it
 
 
 def test_c11_at_the_context_s_end(rig: Rig) -> None:

@@ -16,7 +16,7 @@ from mopd.runtime import teacher_keeper
 from mopd.runtime.teacher_fleet import TeacherFleet
 from mopd.runtime.teacher_keeper import TeacherKeeper
 from mopd.types import Prompt, Rollout, TeacherScore, TopK
-from mopd_teachers.client import Endpoint
+from mopd_teachers.client import Endpoint, Generation, sample_seed
 from mopd_teachers.scores import Outcome, ScoreItem
 from mopd_teachers.scores import TeacherFailure as Failure
 from mopd_teachers.scores import TeacherScore as Score
@@ -214,3 +214,21 @@ def test_a_mixture_scores_by_the_weighted_sum_of_its_members(tmp_path: Path) -> 
     two.up, two.cannot_start = False, True
     failed = asyncio.run(fleet.score([rollout("c", "d0")]))["c"]
     assert failed == "connection", "never the other member's alone"
+
+
+def test_each_answer_is_asked_for_with_a_seed_of_its_own(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Answering(Server):
+        async def generate(self, prompts: Sequence[list[int]], **how: Any) -> list[Generation]:
+            asked.append(how)
+            return [Generation((7,), "stop") for _ in prompts]
+
+    fleet = fleet_of(tmp_path, {"t": Answering(up=True)})
+    prompt = Prompt("d0/0", "d0", "?", (1,))
+    equal = [("0:0:0", prompt), ("0:0:1", prompt)]
+    for seed in (3, 3, 4, None):
+        asyncio.run(fleet.answers("d0", equal, temperature=1.0, seed=seed))
+    first, again, other, none = (how["seeds"] for how in asked)
+    assert first == again == [sample_seed(3, "0:0:0"), sample_seed(3, "0:0:1")]
+    assert len({*first, *other}) == 4 and none is None

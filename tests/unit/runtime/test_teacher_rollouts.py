@@ -7,10 +7,11 @@ import asyncio
 from mopd.protocols import TeacherFailed
 from mopd.runtime.teacher_rollouts import TeacherRollouts
 from mopd.types import Prompt, Rollout, TeacherScore
+from mopd_teachers.client import sample_seed
 
 
 class Fleet:
-    """Answers with its seed; cannot score what `unscored` names."""
+    """Answers with seed and request id, as the real one; cannot score what `unscored` names."""
 
     def __init__(self, unscored: str = "") -> None:
         self.asked: list[tuple[str, list[str], float, int | None]] = []
@@ -18,7 +19,11 @@ class Fleet:
 
     async def answers(self, domain, requests, *, temperature, seed):
         self.asked.append((domain, [key for key, _ in requests], temperature, seed))
-        return [Rollout(k, p, (seed or 0, 9), (), 0, "stop") for k, p in requests]
+        seeds = [0 if seed is None else sample_seed(seed, key) for key, _ in requests]
+        return [
+            Rollout(k, p, (own, 9), (), 0, "stop")
+            for (k, p), own in zip(requests, seeds, strict=True)
+        ]
 
     async def score(self, rollouts, *, teacher):
         return {
@@ -55,7 +60,9 @@ def test_every_answer_has_a_seed_of_its_own_and_runs_repeat():
     """Prompts that shared a seed would share their sampling noise."""
     fleet = Fleet()
     found = drawn(fleet)
-    assert len({seed for *_, seed in fleet.asked}) == len(fleet.asked) == 160
+    assert {seed for *_, seed in fleet.asked} == {0}
+    assert sorted(key for _, keys, _, _ in fleet.asked for key in keys) == sorted(found)
+    assert len({rollout.response_ids for rollout in found.values()}) == 160
     assert found["0:0:a/0:0"].response_ids != found["0:0:a/0:1"].response_ids
     assert drawn(Fleet()) == found != drawn(Fleet(), seed=1)
 
