@@ -216,35 +216,42 @@ def masked_everywhere(c: Context) -> None:
 
 
 def routers_stay(c: Context) -> None:
-    """C30: three steps with weight decay leave every router as it was, in every copy of it."""
+    """C30: three steps with weight decay leave every router as it was, expert bias included, on
+    every rank, in the saved and in the exported checkpoint."""
     from safetensors.torch import load_file
 
-    student = c.student(
-        "moe",
-        parallel={"dp": 2, "ep": 2},
-        optimizer={"weight_decay": 0.1, "lr": 1e-2, "clip_grad": 1.0},
-    )
-    routers = {n: p for n, p in student.model.named_parameters() if ".router." in n}
-    before = {n: p.detach().clone() for n, p in routers.items()}
-    assert len(before) == 2
-    for step in range(3):
-        # All tokens to the same few experts: what a load balancer would push against.
-        same = replace(SAMPLES[0], sample_id=f"x{step}")
-        student.step([same, *SAMPLES[1:3]], step)
-    assert all(p.equal(before[n]) for n, p in routers.items())
-    assert student.model.config.moe_aux_loss_coeff == 0
-    student.export(c.folder / "trained.safetensors")
-    student.save(c.folder / "trained")
-    student.close()
-    if c.rank == 0:
-        source = load_file(c.folder / "moe" / "model.safetensors")
-        for file in (c.folder / "trained.safetensors", c.folder / "trained/model.safetensors"):
-            trained = load_file(file)
-            for name, tensor in source.items():
-                if ".gate." in name:
-                    assert trained[name].equal(tensor), name
-                elif "embed" not in name:
-                    assert not trained[name].equal(tensor), name  # the rest did move
+    from mopd.student.model import state
+
+    for kind, expected in (("moe", ["weight"] * 2), ("deepseek", ["expert_bias", "weight"])):
+        student = c.student(
+            kind,
+            parallel={"dp": 2, "ep": 2},
+            optimizer={"weight_decay": 0.1, "lr": 1e-2, "clip_grad": 1.0},
+            router_bias_update_rate=1e-2,  # freezing has the last word
+        )
+        routers = {n: p for n, p in state(student.model).items() if ".router." in n}
+        before = {n: p.detach().clone() for n, p in routers.items()}
+        assert sorted(n.rpartition(".")[2] for n in before) == expected
+        assert all(p.any() for p in before.values())
+        for step in range(3):
+            # All tokens to the same few experts: what a load balancer would push against.
+            same = replace(SAMPLES[0], sample_id=f"x{step}")
+            student.step([same, *SAMPLES[1:3]], step)
+        assert all(p.equal(before[n]) for n, p in routers.items())
+        assert student.model.config.moe_aux_loss_coeff == 0  # the checkpoint's config says 0.5
+        student.export(c.folder / "trained.safetensors")
+        student.save(c.folder / kind / "trained")
+        student.close()
+        if c.rank == 0:
+            source = load_file(c.folder / kind / "model.safetensors")
+            saved = c.folder / kind / "trained" / "model.safetensors"
+            for file in (c.folder / "trained.safetensors", saved):
+                trained = load_file(file)
+                for name, tensor in source.items():
+                    if ".gate." in name:
+                        assert trained[name].equal(tensor), name
+                    elif "embed" not in name:
+                        assert not trained[name].equal(tensor), name  # the rest did move
 
 
 RESUME = {"optimizer": {"lr": 3e-3, "min_lr": 1e-4, "warmup_steps": 2, "clip_grad": 0.5} | SMOOTH}
@@ -323,7 +330,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("student_layouts")
-    for kind in KINDS:
+    for kind in (*KINDS, "deepseek"):
         make_checkpoint(path / kind, kind)
     launch(2, path, CASES, setup)
     return path

@@ -1,6 +1,6 @@
 """The student against transformers and the formula, in one process.
 
-C03, C06, C07, C08, C20, C24, C30 (expert bias), C39; checkpoints, failures, bfloat16.
+C03, C04, C06, C07, C08, C20, C24, C30 (expert bias), C39; checkpoints, failures, bfloat16.
 """
 
 from __future__ import annotations
@@ -61,9 +61,13 @@ def logprobs_equal_transformers(c: Context) -> None:
     """Every family; C08: logits / T, over the head's rows or the tokenizer's ids as asked."""
     import torch
 
+    ids = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
     for kind in KINDS:
         model = transformers_model(c.folder / kind)
         student = c.student(kind, world=1)
+        with torch.no_grad():
+            logits = student._ddp(ids, torch.arange(20).expand(2, -1), None)
+            assert (logits - model(ids).logits).abs().max() < 1e-5, kind
         for temperature in (1.0, 0.5):
             for whole_head, vocabulary in ((True, VOCAB), (False, VALID)):
                 with torch.no_grad():
@@ -157,19 +161,21 @@ def gradients_equal_the_formula(c: Context) -> None:
 
 
 def batch_equals_solo(c: Context) -> None:
-    """C03: prompts of 3 and 7 tokens together, and each alone."""
-    student = c.student("moe", world=1, micro_batch_size=8)
+    """C03: prompts of 3 and 7 tokens together, and each alone. Rows are padded on the right;
+    packed, a sample lies behind whatever came before it, as it would behind padding on the left."""
     pair = [
         (tuple(range(2, 5)), tuple(range(10, 14))),
         (tuple(range(20, 27)), tuple(range(30, 32))),
     ]
-    together = student.logprobs(pair)
-    solo = [student.logprobs([sequence])[0] for sequence in pair]
-    assert largest_difference(together, solo) < 2e-6
-    assert student.logprobs(pair[::-1]) == together[::-1]
-    # One-token prompts and one-token responses (C01's edge) have a prediction too.
-    assert len(student.logprobs([((5,), (6,))])[0]) == 1
-    student.close()
+    for packing in (False, True):
+        student = c.student("moe", world=1, micro_batch_size=8, packing=packing)
+        together = student.logprobs(pair)
+        solo = [student.logprobs([sequence])[0] for sequence in pair]
+        assert largest_difference(together, solo) < 2e-6
+        assert student.logprobs(pair[::-1]) == together[::-1]
+        # One-token prompts and one-token responses (C01's edge) have a prediction too.
+        assert len(student.logprobs([((5,), (6,))])[0]) == 1
+        student.close()
 
 
 def _own(student: Any, temperature: float = 1.0) -> list[Any]:
@@ -266,7 +272,7 @@ def icepop_on_real_ratios(c: Context) -> None:
 
 
 def refused_samples(c: Context) -> None:
-    """C39 and C07: what cannot be trained on is named, and nothing is touched."""
+    """C04, C39 and C07: what cannot be trained on is named, and nothing is touched."""
     from mopd.errors import ModelError
 
     student = c.student("moe", world=1)
@@ -277,7 +283,12 @@ def refused_samples(c: Context) -> None:
         "padded head row": replace(good, response_ids=(VALID, *good.response_ids[1:])),
         "nan": replace(good, teacher_logprobs=(math.nan,) * n),
         "infinite": replace(good, sampler_logprobs=(-math.inf,) * n),
-        "short scores": replace(good, teacher_logprobs=good.teacher_logprobs + (0.0,)),
+        "long scores": replace(good, teacher_logprobs=good.teacher_logprobs + (0.0,)),
+        # C04: a response with a tool's output in the middle, mask 0 1 1 0 0 1, scored where the
+        # mask is 1. There is no mask: every response token is trained on, or none.
+        "scores of the masked response": replace(
+            good, response_ids=tuple(range(2, 8)), teacher_logprobs=(-1.0, -2.0, -3.0)
+        ),
         "no such domain": replace(good, domain="c"),
         "empty": replace(good, response_ids=(), sampler_logprobs=(), teacher_logprobs=()),
         "too long": replace(good, prompt_ids=(3,) * 200),
@@ -518,8 +529,11 @@ def interrupted_save(c: Context) -> None:
 
 
 def wrong_checkpoints(c: Context) -> None:
-    """C34 on resuming: named, and nothing is loaded."""
+    """C34 on resuming: cut off, of another architecture, short of a tensor or with one too many:
+    named, and nothing is loaded."""
     import shutil
+
+    from safetensors.torch import load_file, save_file
 
     from mopd.errors import ModelError
 
@@ -528,11 +542,23 @@ def wrong_checkpoints(c: Context) -> None:
     student.save(c.folder / "good")
     broken = c.folder / "broken"
     shutil.copytree(c.folder / "good", broken)
-    (broken / "exp_avg_sq.safetensors").write_bytes(b"half a file")
+    file = broken / "exp_avg_sq.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    tensors = load_file(c.folder / "good" / "model.safetensors")
+    for name, changed in (
+        ("missing", {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.gate.weight"}),
+        ("extra", tensors | {"model.stray": tensors["model.norm.weight"].clone()}),
+    ):
+        shutil.copytree(c.folder / "good", c.folder / name)
+        save_file(changed, c.folder / name / "model.safetensors")
     student.step(SAMPLES, 1)
     weights = {n: p.clone() for n, p in student.model.named_parameters()}
     with pytest.raises(ModelError, match="exp_avg_sq.safetensors: not a readable"):
         student.load(broken)
+    with pytest.raises(ModelError, match=r"1 missing: model\.layers\.1\.mlp\.gate\.weight"):
+        student.load(c.folder / "missing")
+    with pytest.raises(ModelError, match=r"1 unexpected: model\.stray"):
+        student.load(c.folder / "extra")
     with pytest.raises(ModelError, match="not a student checkpoint"):
         student.load(c.folder / "nothing here")
     assert all(p.equal(weights[n]) for n, p in student.model.named_parameters())
@@ -541,6 +567,10 @@ def wrong_checkpoints(c: Context) -> None:
     with pytest.raises(ModelError, match="frozen_routers"):
         unfrozen.load(c.folder / "good")
     unfrozen.close()
+    dense = c.student("dense", world=1)
+    with pytest.raises(ModelError, match="model_type is 'qwen3_moe', this run's is 'qwen3'"):
+        dense.load(c.folder / "good")
+    dense.close()
 
 
 CASES = [
