@@ -22,7 +22,7 @@ from mopd.data.evaluation_sets import as_domain, load_set
 from mopd.data.mixture import Mixture
 from mopd.data.prompts import ContextLimit, DomainData, check_lengths, load_domain
 from mopd.data.verifier_check import check_verifiers
-from mopd.errors import ConfigError, DataError, ModelError
+from mopd.errors import ConfigError, DataError, Faults, ModelError
 from mopd.evaluation.leaks import describe_leaks, find_leaks
 from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
@@ -83,9 +83,7 @@ class Prepared:
 
     def judged(self) -> dict[str, DomainConfig]:
         """Domain or further set -> its prompts' and verifier's configuration."""
-        evaluation = self.config.evaluation
-        further = {**evaluation.general, **evaluation.benchmarks}
-        return {**self.config.domains, **{name: as_domain(each) for name, each in further.items()}}
+        return judged_of(self.config)
 
     def majority(self) -> dict[str, float]:
         """Domain or further set -> what always giving its most frequent answer scores."""
@@ -143,7 +141,8 @@ def prepare(config: Config) -> Prepared:
     """Check everything that needs no model, and read the prompts.
 
     Raises:
-        ConfigError, DataError, ModelError: naming the key, file, row or checkpoint, and what to do.
+        ConfigError, DataError, ModelError: naming the key, file, row or checkpoint, and what to do;
+            every fault of tokenizers, prompts, lengths and verifiers at once.
     """
     require_valid(config)
     require_kernel(config)
@@ -151,24 +150,32 @@ def prepare(config: Config) -> Prepared:
     student = Path(config.student.model)
     tokenizer = load_tokenizer(student)
     local_teachers = teacher_folders(config)
-    require_same_tokenizer(student, local_teachers)
     limits = read_model_limits(student)
-    if limits.vocab_size < len(tokenizer):
-        raise ModelError(
-            f"{student}: the tokenizer has {len(tokenizer)} ids but the model only "
-            f"{limits.vocab_size} rows (vocab_size in config.json)"
-        )
-    domains = {
-        name: load_domain(name, domain, tokenizer, known_domains=list(config.domains))
-        for name, domain in config.domains.items()
-    }
-    sets = load_sets(config, tokenizer)
+    faults = Faults()
+    with faults.collected():
+        require_same_tokenizer(student, local_teachers)
+    with faults.collected():
+        require_known_ids(student, limits, tokenizer)
+    domains: dict[str, DomainData] = {}
+    for name, domain in config.domains.items():
+        with faults.collected():
+            domains[name] = load_domain(name, domain, tokenizer, known_domains=list(config.domains))
+    sets: dict[str, DomainData] = {}
+    with faults.collected():
+        sets = load_sets(config, tokenizer)
     everything = {**domains, **sets}
-    check_lengths(
-        everything,
-        config.rollout.max_response_tokens,
-        context_limits(config, limits, local_teachers),
-    )
+    with faults.collected():
+        check_lengths(
+            everything,
+            config.rollout.max_response_tokens,
+            context_limits(config, limits, local_teachers),
+        )
+    asked = {name: data.held_out or data.train for name, data in everything.items()}
+    for name, judged in judged_of(config).items():
+        if name in asked:
+            with faults.collected():
+                check_verifiers({name: judged}, asked)
+    faults.raise_any()
     prompts = [p.token_ids for data in everything.values() for p in (*data.train, *data.held_out)]
     response = config.rollout.max_response_tokens
     prepared = Prepared(
@@ -194,9 +201,23 @@ def prepare(config: Config) -> Prepared:
             "no domain has held-out prompts (held_out is 0 everywhere), so that nothing could be "
             "said of the result; raise domains.NAME.held_out, or add evaluation.benchmarks"
         )
-    check_verifiers(prepared.judged(), {n: d.held_out or d.train for n, d in everything.items()})
     prepared.mixture().require_room(config.train.prompts_per_step)
     return prepared
+
+
+def require_known_ids(student: Path, limits: ModelLimits, tokenizer: Any) -> None:
+    """Raises ModelError if the tokenizer has ids for which the model has no row."""
+    if limits.vocab_size < len(tokenizer):
+        raise ModelError(
+            f"{student}: the tokenizer has {len(tokenizer)} ids but the model only "
+            f"{limits.vocab_size} rows (vocab_size in config.json)"
+        )
+
+
+def judged_of(config: Config) -> dict[str, DomainConfig]:
+    """Domain or further set -> its prompts' and verifier's configuration."""
+    further = {**config.evaluation.general, **config.evaluation.benchmarks}
+    return {**config.domains, **{name: as_domain(each) for name, each in further.items()}}
 
 
 def load_sets(config: Config, tokenizer: Any) -> dict[str, DomainData]:

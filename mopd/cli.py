@@ -1,7 +1,7 @@
 """The `mopd` command.
 
     mopd train CONFIG [MORE.yaml ...] [key=value ...]    distil; progress, metrics, report
-    mopd check CONFIG [MORE.yaml ...] [key=value ...]    what can be found wrong without a model
+    mopd check CONFIG [...] [--live]                     what can be found wrong before a run
     mopd evaluate CONFIG [...] [--student PLACE]         base, teachers, student on held-out sets
     mopd teachers list|probe|serve|add|remove PLACE      the registry, health, servers
     mopd report RUN_DIR [--gate BOUNDS]                  write a run's report again; judge it
@@ -81,7 +81,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, text in (
         ("train", _train, "distil the teachers into the student, then report retention"),
-        ("check", _check, "check configuration, tokenizers, prompts and verifiers; load no model"),
+        (
+            "check",
+            _check,
+            "check configuration, tokenizers, prompts, verifiers and room; --live: the teachers",
+        ),
         (
             "evaluate",
             _evaluate,
@@ -95,6 +99,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--plain", default=argparse.SUPPRESS, **plain)
         command.set_defaults(run=run)
+        if name == "check":
+            from mopd.checking.arguments import add_arguments as add_check_arguments
+
+            add_check_arguments(command)
         if name == "evaluate":
             from mopd.evaluating.arguments import add_arguments
 
@@ -196,18 +204,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from mopd.build import placement_lines
+    from mopd.checking.command import check_command
 
-    prepared = _prepare(arguments)
-    for text in prepared.warnings:
-        print(f"warning: {text}")
-    for name, data in prepared.domains.items():
-        print(f"domain {name}: {data.describe()}")
-    print(f"longest prompt + response + 1: {prepared.max_model_len} tokens")
-    for text in placement_lines(prepared.config):
-        print(text)
-    print("no fault found (servers and models were not started)")
-    return 0
+    return check_command(arguments)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

@@ -6,9 +6,15 @@ keeps its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class MopdError(Exception):
     """Base of every error whose text is written for the user."""
+
+    faults: tuple[str, ...] = ()
+    """Each fault by itself, where the error stands for several (see `Faults`)."""
 
 
 class ConfigError(MopdError):
@@ -33,3 +39,32 @@ class WeightSyncError(MopdError):
 
 class FailureBudgetError(MopdError):
     """More samples failed than `failures` in the configuration allows."""
+
+
+class Faults:
+    """Errors of several independent checks, so that a user sees all of them at once."""
+
+    def __init__(self) -> None:
+        self._found: list[MopdError] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep the MopdError that ends the block, and go on after it."""
+        try:
+            yield
+        except MopdError as error:
+            self._found.append(error)
+
+    def raise_any(self) -> None:
+        """Raise the one that was kept, or one for all of them: of the first one's type, with each
+        in `faults`."""
+        if not self._found:
+            return
+        if len(self._found) == 1:
+            raise self._found[0]
+        texts = [str(error) for error in self._found]
+        whole = type(self._found[0])(
+            f"{len(texts)} things are wrong:\n" + "\n".join(f"* {text}" for text in texts)
+        )
+        whole.faults = tuple(texts)
+        raise whole

@@ -19,7 +19,6 @@ from typing import Any
 from mopd.build import Prepared
 from mopd.checkpoints import Checkpoint, save_checkpoint
 from mopd.config.load import save_config
-from mopd.config.objective_needs import support_of, teacher_top_k
 from mopd.credit import Credit
 from mopd.errors import ConfigError
 from mopd.evaluating.best_student import BestStudent, StoppedEarly, ended_early
@@ -165,15 +164,7 @@ class System:
         logs = (run_dir / "logs").resolve()
         logs.mkdir(parents=True, exist_ok=True)
         judge = JudgePool(prepared.judged(), prepared.decode, logs)
-        teachers = TeacherFleet(
-            config,
-            logs,
-            host=host,
-            needed_tokens=prepared.teacher_tokens(),
-            tokenized=prepared.tokenized(),
-            top_k=teacher_top_k(config.objective),
-            support=support_of(config.objective),
-        )
+        teachers = TeacherFleet.of_run(prepared, logs, host)
         stack.push_async_callback(teachers.close)
         engines = RolloutPool(config.rollout)
         student = StudentGroup(
@@ -220,7 +211,9 @@ class System:
                 teacher_folders=prepared.teachers_in_ranks(),
             ),
         )
-        return cls(prepared, progress, run_dir, student, engines, teachers, judge)
+        system = cls(prepared, progress, run_dir, student, engines, teachers, judge)
+        stack.callback(system._sync.close)
+        return system
 
     async def run(self, checkpoint: Checkpoint | None, stop: StopOnSignal) -> Outcome:
         """Everything from the first proof of equal weights to the report."""

@@ -192,8 +192,8 @@ async def measure(
     try:
         for client in clients.values():
             await client.probe(top_k=max(options.top_k))
-            await scored_in(client, items[: max(8, len(items) // 8)], 0)
-        await asyncio.to_thread(engine.seconds, ids[: max(8, len(items) // 8)])
+            await scored_in(client, items[: max(1, len(items) // 8)], 0)
+        await asyncio.to_thread(engine.seconds, ids[: max(1, len(items) // 8)])
         for _ in range(options.rounds):
             times.setdefault("engine", []).append(await asyncio.to_thread(engine.seconds, ids))
             say(f"engine: {times['engine'][-1]:.2f} s")

@@ -16,24 +16,18 @@ from typing import Any
 
 from mopd.build import teacher_folders
 from mopd.config.load import load_config
-from mopd.config.model_files import read_model_limits
 from mopd.config.schema import Config, TeacherConfig
 from mopd.config.wording import nearest
 from mopd.errors import ConfigError
 from mopd.runtime.teacher_actor import api_key_of, server_spec
+from mopd.runtime.teacher_examining import examined
 from mopd.runtime.teacher_registry import read_registry, request_change
 from mopd_teachers.client import TeacherClient
 from mopd_teachers.errors import TeacherError as ServerError
-from mopd_teachers.examination import Finding, Reference, examine
+from mopd_teachers.examination import Finding
 from mopd_teachers.replica import Endpoint
-from mopd_teachers.scores import ScoreItem
 from mopd_teachers.server import ServerProcess, served_model
 
-TOLERANCE = {"float32": 2e-3}
-OTHER_TOLERANCE = 0.3
-"""Nats between two scores of the same tokens, by the teacher's type: in half precision another
-batch shape is another rounding, of tenths of a nat where a router's choice hangs on it."""
-COMPARE_UP_TO_GIB = 2.0
 DRAIN_S = 60
 
 
@@ -146,8 +140,6 @@ def _examined(
 ) -> list[Finding]:
     """Ask the servers of an external teacher; start one of ours for the time of the probe."""
     key = _key(teacher)
-    vocabulary = read_model_limits(folder or Path(config.student.model)).vocab_size
-    tolerance = TOLERANCE.get(teacher.dtype, OTHER_TOLERANCE)
 
     async def ask(endpoints: Sequence[Endpoint]) -> list[Finding]:
         async with TeacherClient(
@@ -157,13 +149,7 @@ def _examined(
             retries=teacher.retries,
             concurrency=teacher.concurrency,
         ) as client:
-            return await examine(
-                client,
-                # Ids past the tokenizer are in no sample; in padded models their rows are noise.
-                vocabulary=vocabulary,
-                tolerance=tolerance,
-                reference=None if folder is None else _reference(folder),
-            )
+            return await examined(client, teacher, folder, Path(config.student.model))
 
     if teacher.endpoints:
         return asyncio.run(ask([Endpoint(url, teacher.model, key) for url in teacher.endpoints]))
@@ -173,26 +159,6 @@ def _examined(
             server.start()
             server.wait_healthy(teacher.start_timeout_s, lambda t: print(t, file=sys.stderr))
             return asyncio.run(ask([Endpoint(server.url, server.served_name, key)]))
-
-
-def _reference(folder: Path) -> Reference | None:
-    """The checkpoint's own logprobs by transformers; None when it is too large to load here."""
-    size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    if not size or size > COMPARE_UP_TO_GIB * 2**30:
-        return None
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def logprobs(item: ScoreItem) -> list[float]:
-        ids = torch.tensor([[*item.prompt_ids, *item.response_ids]])
-        with torch.no_grad():
-            rows = model(ids).logits[0, len(item.prompt_ids) - 1 : -1].log_softmax(-1)
-        picked = rows.gather(1, torch.tensor(list(item.response_ids))[:, None])[:, 0]
-        return picked.tolist()  # type: ignore[no-any-return]
-
-    return logprobs
 
 
 def _serve(arguments: argparse.Namespace) -> int:

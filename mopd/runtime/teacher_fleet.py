@@ -8,12 +8,13 @@ when one of them fails.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mopd.config.objective_needs import support_of, teacher_top_k
 from mopd.config.schema import Config, TeacherConfig
 from mopd.config.teachers import answering, members_of
 from mopd.errors import ModelError, TeacherError
@@ -26,6 +27,9 @@ from mopd.types import Prompt, Rollout, TeacherScore, TopK, finish_reason
 from mopd_teachers.client import Endpoint, TeacherClient, sample_seed
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
+
+if TYPE_CHECKING:
+    from mopd.build import Prepared
 
 
 class TeacherFleet:
@@ -65,6 +69,20 @@ class TeacherFleet:
         self._changing: asyncio.Task[None] | None = None
         self._note: Callable[[str], None] = lambda text: None
 
+    @classmethod
+    def of_run(cls, prepared: Prepared, log_dir: Path, host: str) -> TeacherFleet:
+        """What `mopd train` asks of its teachers."""
+        config = prepared.config
+        return cls(
+            config,
+            log_dir,
+            host=host,
+            needed_tokens=prepared.teacher_tokens(),
+            tokenized=prepared.tokenized(),
+            top_k=teacher_top_k(config.objective),
+            support=support_of(config.objective),
+        )
+
     async def start(self, startup: Startup, extra: Collection[str] = ()) -> None:
         """Start every managed server, find every teacher healthy, and the right model.
 
@@ -75,23 +93,38 @@ class TeacherFleet:
             TeacherError: a server does not start or answer, serves another model, or cannot take
                 the longest sample; the text names the teacher and quotes the end of its log.
         """
+        await asyncio.gather(*self._starts(startup, extra).values())
+        self._note = startup.note
+        self._write_registry()
+
+    async def start_each(
+        self, startup: Startup, extra: Collection[str] = ()
+    ) -> dict[str, BaseException | None]:
+        """As `start`, but one that fails ends nothing: teacher -> what kept it from starting."""
+        starts = self._starts(startup, extra)
+        done = await asyncio.gather(*starts.values(), return_exceptions=True)
+        return dict(zip(starts, done, strict=True))
+
+    def _starts(
+        self, startup: Startup, extra: Collection[str]
+    ) -> dict[str, Coroutine[Any, Any, None]]:
         config, longest = self._config, max(self._needed.values(), default=0)
         used = {m for d in config.domains.values() for m in members_of(config, d.teacher)}
         others = {m for name in extra for m in members_of(config, name)}
-        await asyncio.gather(
-            *(
-                self._start_teacher(
-                    name,
-                    config.teachers[name],
-                    startup,
-                    needed=longest if name in others else self._needed[name],
-                    scores_topk=name in used,
-                )
-                for name in used | others
+        return {
+            name: self._start_teacher(
+                name,
+                config.teachers[name],
+                startup,
+                needed=longest if name in others else self._needed[name],
+                scores_topk=name in used,
             )
-        )
-        self._note = startup.note
-        self._write_registry()
+            for name in sorted(used | others)
+        }
+
+    def client(self, name: str) -> TeacherClient:
+        """Of a teacher that was started."""
+        return self._keepers[name].client
 
     async def _start_teacher(
         self, name: str, config: TeacherConfig, startup: Startup, *, needed: int, scores_topk: bool
@@ -125,7 +158,7 @@ class TeacherFleet:
                 if config.endpoints:
                     await self._check_tokenizer(name, client, startup)
             except Exception as error:
-                raise _for_user(error) from error
+                raise for_user(error) from error
         limit = info.max_model_len
         if limit < needed:
             raise ModelError(
@@ -215,7 +248,7 @@ class TeacherFleet:
             try:
                 outcome = await self._changed(request)
             except Exception as error:  # the run goes on with the servers that it has
-                outcome = f"refused: {_for_user(error)}"
+                outcome = f"refused: {for_user(error)}"
             self._note(f"teachers {request['op']}: {outcome}")
             record_change(self._log_dir, request, outcome)
         self._write_registry()
@@ -298,7 +331,7 @@ class TeacherFleet:
                 seeds=None if seed is None else [sample_seed(seed, key) for key, _ in requests],
             )
         except ServerError as error:
-            raise _for_user(error) from error
+            raise for_user(error) from error
         return [
             Rollout(
                 sample_id=key,
@@ -332,7 +365,7 @@ class TeacherFleet:
         )
 
 
-def _for_user(error: BaseException) -> BaseException:
+def for_user(error: BaseException) -> BaseException:
     """The teachers package knows nothing of `mopd`: its errors become ours."""
     cause: Any = getattr(error, "cause", None) or error
     return TeacherError(str(cause)) if isinstance(cause, ServerError) else error

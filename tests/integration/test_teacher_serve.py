@@ -17,6 +17,7 @@ from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.scores import ScoreItem, TeacherScore
 
 ROOT = Path(__file__).parents[2]
+NAMES = ("caesar", "other")
 CONFIG = """
 name: serving
 student: {{model: {demo}/base}}
@@ -66,12 +67,43 @@ def test_a_teacher_is_served_probed_and_drained(tmp_path: Path) -> None:
         findings = json.loads(probed.stdout.splitlines()[-1])
         assert probed.returncode == 0 and findings["good"], findings
         assert "at its own speed" not in findings["teachers"]["other"][0]["detail"]
+        assert_checked_live(tmp_path, config)
         asyncio.run(scored_while_it_ends(url, server))
         assert server.wait(60) == 0
     finally:
         if server.poll() is None:
             server.kill()
         server.wait()
+
+
+def assert_checked_live(tmp_path: Path, config: Path) -> None:
+    """`mopd check --live`: one teacher started as a run would, the other asked where it is."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mopd.cli", "check", str(config), "--live", "--json"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert {row["status"] for row in rows} <= {"ok", "warning"}
+    asked = {name: {r["what"] for r in rows if r["part"] == f"teacher {name}"} for name in NAMES}
+    questions = {
+        "identity", "the same twice", "in another order", "alone or in a batch",
+        "prompt and response cut elsewhere", "with the beginnings in the prefix cache",
+        "not one value for all", "speed",
+    }  # fmt: skip
+    assert asked["other"] == questions
+    assert asked["caesar"] == questions | {"as the checkpoint itself says"}
+    # A teacher that is another one than its name says fails its row, and the command.
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(config.read_text().replace("model: caesar}", "model: rotate}"))
+    overrides = ["domains.a.teacher=other", "teachers.other.retries=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mopd.cli", "check", str(wrong), *overrides, "--live", "--json"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    (bad,) = [r for r in json.loads(done.stdout)["rows"] if r["status"] == "failed"]
+    assert bad["part"] == "teacher other" and "expected 'rotate'" in bad["detail"]
 
 
 async def scored_while_it_ends(url: str, server: subprocess.Popen[str]) -> None:

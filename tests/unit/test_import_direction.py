@@ -31,7 +31,18 @@ RANKS: dict[str, int] = {
     "credit": 2,
     "loop": 3,
     **dict.fromkeys(
-        ("build", "runtime", "run", "run_dir", "evaluating", "stopping", "cli", "__main__"), 4
+        (
+            "build",
+            "runtime",
+            "run",
+            "run_dir",
+            "checking",
+            "evaluating",
+            "stopping",
+            "cli",
+            "__main__",
+        ),
+        4,
     ),
 }
 """Every component of mopd (a folder or a module directly under it) and its row, from 0."""
@@ -42,7 +53,7 @@ SAME_RANK = {0, 4}
 LOOP_MAY = frozenset({"objective", "credit", "protocols", "types", "errors", "config", "loop"})
 """The algorithm on one page reads of nothing else, and of no third-party package."""
 
-TEACHERS_IMPORTED_BY = frozenset({"build", "runtime", "run", "evaluating", "cli"})
+TEACHERS_IMPORTED_BY = frozenset({"build", "runtime", "run", "checking", "evaluating", "cli"})
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("mopd/rollout/", "mopd_teachers/"),

@@ -112,10 +112,19 @@ class FakeServer:
             ),
         )
 
+    @staticmethod
+    def _answer(index: int, prompt: list[int]) -> dict[str, Any]:
+        answer = {"token_ids": [7], "finish_reason": "length"}
+        return {"index": index, "prompt_token_ids": prompt} | answer
+
     async def completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         if (spoiled := await self._spoiled(request, body)) is not None:
             return spoiled
+        if "return_token_ids" in body:
+            return web.json_response(
+                {"choices": [self._answer(i, p) for i, p in enumerate(body["prompt"])]}
+            )
         ids, k = body["prompt"], body["prompt_logprobs"]
         if k > 20:
             return web.Response(status=400, text="max_logprobs is 20")

@@ -120,7 +120,7 @@ def test_an_examination_answers_each_question(tmp_path: Path) -> None:
             return {finding.what: finding.good for finding in findings}
 
     good = asyncio.run(look(FakeServer(), reference=right))
-    assert len(good) == 8 and all(good.values()), good
+    assert len(good) == 9 and all(good.values()), good
     shifted = asyncio.run(look(FakeServer(), reference=lambda i: [*right(i)[1:], -1.0]))
     assert [what for what, fine in shifted.items() if not fine] == ["as the checkpoint itself says"]
     changing = asyncio.run(look(FakeServer(score=_by_call())))

@@ -1,0 +1,93 @@
+"""`mopd check CONFIG [--live] [--json]`: every finding as a row; nothing is trained.
+
+Without ``--live`` no server is asked and no model loaded. With it the teachers are started or
+asked as a run would, each is put to the test, and everything that was started is ended.
+
+Exit code 0: a run may start; 1: something failed, each fault in a row of its own; 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from mopd.build import Prepared, placement_lines, prepare, teacher_folders
+from mopd.checking.estimates import disk_rows, memory_rows
+from mopd.checking.rows import FAILED, OK, WARNING, Row, as_json, is_good
+from mopd.config.load import load_config
+from mopd.errors import MopdError
+from mopd.weight_sync.publish import transfer_directory
+
+
+def check_command(arguments: argparse.Namespace) -> int:
+    """Print every row as it is found; the exit code."""
+    rows: list[Row] = []
+
+    def show(row: Row) -> None:
+        rows.append(row)
+        if not arguments.json:
+            print(row, flush=True)
+
+    files = [arguments.config, *(item for item in arguments.more if "=" not in item)]
+    overrides = [item for item in arguments.more if "=" in item]
+    prepared = _prepared(files, overrides, show)
+    if prepared is not None:
+        static_rows(prepared, show)
+        if arguments.live and is_good(rows):
+            from mopd.checking.live import live_rows
+
+            live_rows(prepared, show, lambda text: print(text, file=sys.stderr, flush=True))
+    if arguments.json:
+        print(json.dumps(as_json([str(file) for file in files], rows)))
+    elif not is_good(rows):
+        print(f"{sum(row.status == FAILED for row in rows)} faults: the run would not start or end")
+    else:
+        unseen = "" if arguments.live else " (servers and models were not started: --live does)"
+        print(f"no fault found{unseen}")
+    return 0 if is_good(rows) else 1
+
+
+def _prepared(
+    files: list[str | Path], overrides: list[str], show: Callable[[Row], None]
+) -> Prepared | None:
+    """The run as far as it needs no model, or None after a row for each of its faults."""
+    part = "configuration"
+    try:
+        config = load_config(files, overrides)
+        part = "files"
+        return prepare(config)
+    except MopdError as error:
+        for text in error.faults or (str(error),):
+            show(Row(part, "", FAILED, text))
+        return None
+
+
+def static_rows(prepared: Prepared, show: Callable[[Row], None]) -> None:
+    """What `prepare` found right, and what the run will need of the machine."""
+    config = prepared.config
+    names = ", ".join(str(name) for name in config.teachers)
+    show(Row("configuration", "", OK, f"{config.name}; teachers: {names}"))
+    for text in prepared.warnings:
+        show(Row("configuration", "", WARNING, text))
+    folders = teacher_folders(config)
+    compared = ", ".join(folders) or "none of them is on this machine"
+    show(Row("tokenizers", "equal to the student's by content", OK, compared))
+    for name, data in {**prepared.domains, **prepared.sets}.items():
+        show(Row(f"prompts {name}", "", OK, data.describe()))
+    longest = prepared.max_model_len
+    show(Row("lengths", "fit every model", OK, f"longest prompt + response + 1: {longest} tokens"))
+    asked = [name for name, judged in prepared.judged().items() if judged.verifier is not None]
+    text = ", ".join(asked) or "no domain has one"
+    show(Row("verifiers", "tell right answers from wrong ones", OK, text))
+    try:
+        for line in placement_lines(config):
+            show(Row("placement", "", OK, line))
+    except MopdError as error:
+        show(Row("placement", "", FAILED, str(error)))
+    for row in memory_rows(config, folders, longest):
+        show(row)
+    for row in disk_rows(config, Path(config.run_dir) / config.name, transfer_directory()):
+        show(row)

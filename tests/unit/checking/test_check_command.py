@@ -1,0 +1,175 @@
+"""`mopd check`: every fault at once, what a run will need of the machine, exit codes, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import namedtuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mopd.checking import estimates
+from mopd.checking.estimates import GIB, Size, disk_rows, memory_rows, size_of, student_bytes
+from mopd.cli import main
+from mopd.config.schema import Config, DomainConfig, TeacherConfig
+
+ROOT = Path(__file__).parents[3]
+BASE = ROOT / "demo/models/base"
+
+
+def written(tmp_path: Path, **domains: Any) -> str:
+    """A configuration of two teachers, `up` started by the run and `away` at a dead address."""
+    (tmp_path / "good.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"say {i}:", "answer": str(i)}) + "\n" for i in range(40))
+    )
+    domain = {
+        "teacher": "away",
+        "prompts": {"jsonl": str(tmp_path / "good.jsonl")},
+        "held_out": 8,
+        "verifier": {"name": "exact_match"},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "name": "checked",
+                "run_dir": str(tmp_path / "runs"),
+                "student": {"model": str(BASE)},
+                "rollout": {"max_response_tokens": 8},
+                "teachers": {"away": {"endpoints": ["http://127.0.0.1:9"], "retries": 0}},
+                "domains": {"good": domain} | {n: domain | d for n, d in domains.items()},
+                "train": {"steps": 10, "prompts_per_step": 4},
+            }
+        )
+    )
+    return str(file)
+
+
+def checked(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
+    code = main(["check", *argv, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def failed(found: dict[str, Any]) -> list[dict[str, str]]:
+    return [row for row in found["rows"] if row["status"] == "failed"]
+
+
+def test_what_is_right_is_told_in_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = checked(capsys, written(tmp_path))
+    assert code == 0 and found["good"] and not failed(found)
+    parts = {row["part"] for row in found["rows"]}
+    assert {"configuration", "tokenizers", "prompts good", "lengths", "verifiers", "placement",
+            "memory", "disk"} <= parts  # fmt: skip
+    assert main(["check", written(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "--live does" in said and "prompts good: 32 prompts" in said
+
+
+def test_every_fault_of_every_part_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt": 3}\n{')
+    (tmp_path / "wrong.py").write_text("def yes(prompt, answer):\n    return True\n")
+    bad = {n: {"prompts": {"jsonl": str(tmp_path / f"{n}.jsonl")}} for n in ("one", "two")}
+    bad["lax"] = {"verifier": {"target": "wrong:yes"}}
+    config = written(tmp_path, **bad)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        code, found = checked(capsys, config, "rollout.max_response_tokens=250")
+    texts = [row["detail"] for row in failed(found)]
+    assert code == 1 and not found["good"] and len(texts) == 4, texts
+    for name in ("one", "two"):
+        (text,) = [t for t in texts if f"{name}.jsonl" in t]
+        assert f"{name}.jsonl:2" in text and f"{name}.jsonl:3" in text
+    assert any("context too short" in t for t in texts)
+    assert any("domains.lax.verifier does not do its work" in t for t in texts)
+
+
+def test_a_fault_of_the_configuration_ends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = checked(capsys, written(tmp_path), "train.steps=0", "student.dtype=int3")
+    (row,) = failed(found)
+    assert code == 1 and row["part"] == "configuration" or row["part"] == "files"
+    assert "train.steps" in row["detail"] and "student.dtype" in row["detail"]
+    with pytest.raises(SystemExit) as wrong:
+        main(["check"])
+    assert wrong.value.code == 2
+
+
+def test_a_teacher_that_is_not_there_fails_the_live_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = checked(capsys, written(tmp_path), "--live")
+    (row,) = failed(found)
+    assert code == 1 and (row["part"], row["what"]) == ("teacher away", "answers")
+    assert "http://127.0.0.1:9" in row["detail"]
+
+
+def config_of(tmp_path: Path, **student: Any) -> Config:
+    config = Config(
+        name="x",
+        run_dir=str(tmp_path),
+        teachers={"t": TeacherConfig(model=str(BASE), replicas=2)},
+        domains={"d": DomainConfig(teacher="t")},
+    )
+    config.student.model = str(BASE)
+    for key, value in student.items():
+        setattr(config.student, key, value)
+    return config
+
+
+def test_parameters_are_counted_from_the_headers() -> None:
+    from safetensors.torch import load_file
+
+    weights = load_file(BASE / "model.safetensors")
+    size = size_of(BASE)
+    assert size.total == sum(tensor.numel() for tensor in weights.values())
+    assert size.expert == sum(t.numel() for name, t in weights.items() if ".experts." in name) > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "distributed", "each"),
+    [("float32", False, 16), ("bfloat16", False, 18), ("bfloat16", True, 2 + 4 + 12 / 2)],
+)
+def test_bytes_a_parameter(tmp_path: Path, dtype: str, distributed: bool, each: float) -> None:
+    """Weights, float32 gradients, Adam's two moments, and float32 copies under bfloat16."""
+    config = config_of(tmp_path, dtype=dtype)
+    config.student.parallel.dp = 2
+    config.student.optimizer.distributed = distributed
+    kept, grows = student_bytes(config, Size(1000, 0), 100)
+    assert kept == pytest.approx(1000 * each) and grows > 0
+    config.student.parallel.tp, config.student.parallel.ep = 2, 2
+    kept, _ = student_bytes(config, Size(1000, 600), 100)
+    assert kept == pytest.approx((200 + 300) * each)
+    config.student.loss_head = "fused"
+    assert student_bytes(config, Size(1000, 600), 100)[1] < grows / 2
+
+
+def status(rows: Sequence[Any]) -> dict[str, str]:
+    return {row.what: row.status for row in rows}
+
+
+def test_memory_and_disk_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    rows = memory_rows(config, {"t": BASE}, 64, available=64 * GIB)
+    assert set(status(rows).values()) == {"ok"}
+    assert {"student rank", "rollout engine", "teacher t", "of this machine"} <= status(rows).keys()
+    assert "2 x 1." in next(row.detail for row in rows if row.what == "teacher t")
+    rows = memory_rows(config, {"t": BASE}, 64, available=2 * GIB)
+    assert status(rows)["of this machine"] == "warning"
+    assert set(status(disk_rows(config, tmp_path / "new/run", tmp_path)).values()) == {"ok"}
+    usage = namedtuple("usage", "free")
+    size = size_of(BASE).total
+    for share, want in ((0.99, "failed"), (1.1, "warning"), (2.0, "ok")):
+        free = share * size * (12 * 3 + 2 * 4)  # three checkpoints, two students of float32
+        monkeypatch.setattr(estimates.shutil, "disk_usage", lambda place, free=free: usage(free))
+        rows = disk_rows(config, tmp_path / "run", tmp_path)
+        assert status(rows)["checkpoints and students"] == want
