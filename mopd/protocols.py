@@ -10,7 +10,15 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, TrainSample, Verdict
+from mopd.types import (
+    Prompt,
+    Rollout,
+    ScoredSample,
+    TeacherScore,
+    TrainSample,
+    UpdateProof,
+    Verdict,
+)
 
 Verifier = Callable[[Prompt, str], Verdict]
 """(prompt, answer text) -> Verdict. Raises when it cannot judge; a failure is never a 'wrong'."""
@@ -73,8 +81,12 @@ class Student(Protocol):
         """[R] logprobs at temperature 1, over the whole head, of each response's ids."""
         ...
 
-    async def export(self, path: Path) -> None:
-        """Write the weights as one Hugging Face safetensors file."""
+    async def publish(self, path: Path, transport: str) -> Mapping[str, int]:
+        """Write the weights as one Hugging Face safetensors file, in place of what was there;
+        returns tensor name -> fingerprint (`mopd.kernels.word_sums`) of what is trained.
+
+        ``transport``: how, one of ``weight_sync.transport``.
+        """
         ...
 
     async def save(self, directory: Path) -> None:
@@ -89,8 +101,13 @@ class Student(Protocol):
 class WeightReceiver(Protocol):
     """A rollout engine (or all of them) that can take new weights."""
 
-    async def update_weights(self, path: Path, version: int) -> None:
-        """Load `version`; raises WeightSyncError when names or shapes differ."""
+    async def update_weights(
+        self, path: Path, version: int, word_sums: Mapping[str, int], probe: Sequences
+    ) -> Sequence[UpdateProof]:
+        """Load `version`; per engine, what it then says of the probe.
+
+        Raises WeightSyncError when names, shapes or fingerprints differ.
+        """
         ...
 
     async def logprobs(self, sequences: Sequences) -> Sequence[Sequence[Sequence[float]]]:

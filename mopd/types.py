@@ -7,7 +7,7 @@ Everything is keyed by an id; nothing is matched by position across processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,6 +42,13 @@ class Prompt:
     """Whatever else the verifier needs (the JSONL row, the reasoning-gym entry)."""
     difficulty: float | None = None
     """What a curriculum sorts by, larger is harder; None unless ``prompts.difficulty`` names it."""
+    stop: tuple[str, ...] = ()
+    """Texts at which an answer counts as ended, whatever the model wrote on (evaluation sets)."""
+
+    def ended(self, text: str) -> tuple[str, bool]:
+        """(the answer up to the first of `stop`, whether one of them was there)."""
+        places = [place for each in self.stop if each and (place := text.find(each)) >= 0]
+        return (text[: min(places)], True) if places else (text, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +143,15 @@ class TrainSample:
     sampler_topk: TopK | None = None
     routed_experts: Any = None
     """The rollout's, [P + R - 1, layers, k]; replayed in training."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateProof:
+    """What a rollout engine says after it took new weights."""
+
+    logprobs: Sequence[Sequence[float]]
+    """[R] at temperature 1 of each probe sequence's response ids, under the new weights."""
+    load_s: float
+    """Seconds until the weights were in."""
+    probe_s: float
+    """And until the logprobs were there."""

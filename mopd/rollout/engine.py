@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,14 @@ import numpy as np
 
 from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
-from mopd.rollout.manifest import checkpoint_manifest, file_manifest, require_same_tensors
-from mopd.types import Prompt, Rollout, TopK, finish_reason
+from mopd.rollout.manifest import (
+    checkpoint_manifest,
+    file_header,
+    file_manifest,
+    require_same_sums,
+    require_same_tensors,
+)
+from mopd.types import Prompt, Rollout, TopK, UpdateProof, finish_reason
 
 _GIB = 2**30
 _CPU_BLOCK_TOKENS = 128
@@ -85,6 +92,8 @@ class RolloutEngine:
         self._ignore_eos = config.ignore_eos
         self._seed = seed
         self.weight_version = 0
+        self._header = b""
+        self._learned = b""
         cpu = {} if gpu else cpu_arguments(max_model_len, config.max_response_tokens)
         memory = (
             {}
@@ -224,23 +233,71 @@ class RolloutEngine:
             for (prompt, response), output in zip(sequences, outputs, strict=True)
         ]
 
-    def update_weights(self, path: Path, version: int) -> None:
+    def update_weights(
+        self,
+        path: Path,
+        version: int,
+        word_sums: Mapping[str, int] | None = None,
+        probe: Sequence[tuple[Sequence[int], Sequence[int]]] = (),
+    ) -> UpdateProof:
         """Load version `version` from a safetensors file and forget every cached prefix.
 
+        word_sums: the trainer's fingerprint of each tensor, for comparison with what is held here.
+        probe: what to say the logprobs of with the new weights.
+
         Raises:
-            WeightSyncError: the file's names or shapes are not the model's (nothing is loaded),
-                or the prefix cache could not be reset.
+            WeightSyncError: the file's names or shapes are not the model's (nothing is loaded), a
+                fingerprint differs, or the prefix cache could not be reset.
         """
-        require_same_tensors(file_manifest(path), self._expected, f"weights version {version}")
+        started = time.perf_counter()
+        what = f"weights version {version}"
+        header = file_header(path)
+        again = header == self._header
+        if not again:
+            require_same_tensors(file_manifest(path), self._expected, what)
+        self._header = header
         self.weight_version = -1  # until the new weights are in, the engine holds no version
-        self._llm.collective_rpc("mopd_load_weights", args=(str(path),))
+        # Who sends the same file a second time will send it many times.
+        if again and probe and header != self._learned:
+            self._learned = header
+            self._learn_places(path, probe)
+        held = self._load(path)
+        if word_sums is not None:
+            for sums in held:
+                require_same_sums(sums, word_sums, what)
+        self._forget_prefixes(what)
+        self.weight_version = version
+        loaded = time.perf_counter()
+        logprobs = self.logprobs(probe) if probe else []
+        return UpdateProof(logprobs, loaded - started, time.perf_counter() - loaded)
+
+    def _load(self, path: Path) -> list[dict[str, int]]:
+        """Per worker process, the fingerprints of what it holds now."""
+        return self._llm.collective_rpc("mopd_load_weights", args=(str(path),))  # type: ignore[no-any-return]
+
+    def _forget_prefixes(self, what: str) -> None:
         # Prefixes cached under the old weights would be reused, silently, by the new ones.
         if not self._llm.reset_prefix_cache():
             raise WeightSyncError(
-                f"weights version {version}: the prefix cache could not be reset; "
+                f"{what}: the prefix cache could not be reset; "
                 "requests were still running during the update"
             )
-        self.weight_version = version
+
+    def _learn_places(
+        self, path: Path, probe: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> None:
+        """Have updates copied straight to their places (`mopd.rollout.direct_load`), if the model
+        then says exactly what it says after vLLM's own update."""
+        if not all(self._llm.collective_rpc("mopd_learn_places", args=(str(path),))):
+            self._llm.collective_rpc("mopd_set_direct", args=(False,))
+            return
+        said = []
+        for direct in (True, False):  # first over the counters that learning has left behind
+            self._llm.collective_rpc("mopd_set_direct", args=(direct,))
+            self._load(path)
+            self._forget_prefixes("comparing two ways to load weights")
+            said.append(self.logprobs(probe))
+        self._llm.collective_rpc("mopd_set_direct", args=(said[0] == said[1],))
 
 
 def cpu_arguments(max_model_len: int, max_response_tokens: int) -> dict[str, Any]:

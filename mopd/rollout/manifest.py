@@ -12,8 +12,8 @@ from mopd.errors import ModelError, WeightSyncError
 Manifest = Mapping[str, tuple[int, ...]]
 
 
-def file_manifest(path: Path) -> dict[str, tuple[int, ...]]:
-    """name -> shape of one safetensors file, from its header alone.
+def file_header(path: Path) -> bytes:
+    """What a safetensors file says of its tensors: equal bytes are equal names, shapes and types.
 
     Raises:
         ModelError: the file is missing, truncated or not safetensors.
@@ -21,8 +21,16 @@ def file_manifest(path: Path) -> dict[str, tuple[int, ...]]:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-    except (OSError, struct.error, ValueError, MemoryError, OverflowError) as error:
+            return file.read(length)
+    except (OSError, struct.error, MemoryError, OverflowError) as error:
+        raise ModelError(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def file_manifest(path: Path) -> dict[str, tuple[int, ...]]:
+    """name -> shape of one safetensors file, from its header alone; raises as `file_header`."""
+    try:
+        header = json.loads(file_header(path))
+    except ValueError as error:
         raise ModelError(f"{path}: not a readable safetensors file ({error})") from error
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
@@ -60,4 +68,19 @@ def require_same_tensors(got: Manifest, expected: Manifest, what: str) -> None:
         raise WeightSyncError(
             f"{what}: {len(faults)} tensor(s) differ from what the rollout engine expects, "
             f"nothing was loaded:\n  {shown}"
+        )
+
+
+def require_same_sums(got: Mapping[str, int], expected: Mapping[str, int], what: str) -> None:
+    """Compare the fingerprints of what an engine holds with those of what the trainer sent.
+
+    Raises:
+        WeightSyncError: naming the tensors that differ.
+    """
+    wrong = sorted(n for n in got.keys() | expected.keys() if got.get(n) != expected.get(n))
+    if wrong:
+        shown = ", ".join(wrong[:20]) + (", ..." if len(wrong) > 20 else "")
+        raise WeightSyncError(
+            f"{what}: {len(wrong)} of {len(expected)} tensors did not arrive as the trainer has "
+            f"them (their fingerprints differ): {shown}. The run stops."
         )

@@ -5,13 +5,17 @@ Given to vLLM as ``worker_extension_cls``; its methods are reached by ``collecti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from torch import Tensor
 from vllm.platforms import current_platform
 
+from mopd.kernels.word_sums import word_sums
+from mopd.rollout.direct_load import DirectLoad, learn
 from mopd.rollout.routes import RouteRecorder
+from mopd.rollout.weight_file import WeightFile
 
 
 def _repack_cpu_experts_after_update() -> None:
@@ -46,18 +50,45 @@ if current_platform.is_cpu():
 class WorkerExtension:
     """Mixed into vLLM's worker."""
 
-    def mopd_load_weights(self, path: str) -> int:
-        """Load every tensor of a Hugging Face safetensors file in place; return how many.
+    _mopd_file: WeightFile | None = None
+    _mopd_direct: DirectLoad | None = None
+    _mopd_use_direct = True
 
-        The file travels as a path because tensors cannot be sent to a worker process by
-        ``collective_rpc``.
+    def mopd_load_weights(self, path: str) -> dict[str, int]:
+        """Load every tensor of a Hugging Face safetensors file in place.
+
+        Returns tensor name -> sum of its words: as the model holds it where the file's places were
+        learned, else as it was given to vLLM. The file travels as a path because tensors cannot be
+        sent to a worker process by ``collective_rpc``.
         """
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            self.model_runner.reload_weights(  # type: ignore[attr-defined]
-                weights_iterator=((name, file.get_tensor(name)) for name in names)
-            )
-        return len(names)
+        file = self._mopd_open(path)
+        direct = self._mopd_direct if self._mopd_use_direct else None
+        if direct is not None and direct.knows(file):
+            return direct.load(file)
+        sums = word_sums(list(file.tensors.values()))
+        self._mopd_reload(file.tensors.items())
+        return dict(zip(file.tensors, sums, strict=True))
+
+    def mopd_learn_places(self, path: str) -> bool:
+        """Learn where the file's weights belong, for `mopd_load_weights`; whether that was
+        possible. The model must be given weights next, whatever the answer is."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        if current_platform.is_cpu() and runner.model_config.quantization is None:
+            file = self._mopd_open(path)
+            self._mopd_direct = learn(runner.get_model(), file, self._mopd_reload)
+        return self._mopd_direct is not None
+
+    def mopd_set_direct(self, use: bool) -> None:
+        """Whether `mopd_load_weights` uses the places that were learned, or vLLM's own way."""
+        self._mopd_use_direct = use
+
+    def _mopd_open(self, path: str) -> WeightFile:
+        if self._mopd_file is None or not self._mopd_file.is_still(Path(path)):
+            self._mopd_file = WeightFile(Path(path))
+        return self._mopd_file
+
+    def _mopd_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.model_runner.reload_weights(weights_iterator=iter(tensors))  # type: ignore[attr-defined]
 
     def mopd_record_routes(self) -> None:
         """From now on remember the experts that every token goes to."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from mopd.protocols import Sequences
 from mopd.rollout.engine import engine_environment
 from mopd.runtime.logs import write_output_to
 from mopd.runtime.startup import Startup
-from mopd.types import Prompt, Rollout
+from mopd.types import Prompt, Rollout, UpdateProof
 
 
 def engine_options(config: RolloutConfig) -> dict[str, Any]:
@@ -59,8 +59,10 @@ class RolloutActor:
     def logprobs(self, sequences: Sequences) -> list[list[float]]:
         return self._engine.logprobs(sequences)
 
-    def update_weights(self, path: Path, version: int) -> None:
-        self._engine.update_weights(path, version)
+    def update_weights(
+        self, path: Path, version: int, word_sums: Mapping[str, int] | None, probe: Sequences
+    ) -> UpdateProof:
+        return self._engine.update_weights(path, version, word_sums, probe)
 
 
 class RolloutPool:
@@ -137,9 +139,16 @@ class RolloutPool:
         shared = ray.put(list(sequences))
         return await asyncio.gather(*(actor.logprobs.remote(shared) for actor in self._actors))
 
-    async def update_weights(self, path: Path, version: int) -> None:
+    async def update_weights(
+        self,
+        path: Path,
+        version: int,
+        word_sums: Mapping[str, int] | None = None,
+        probe: Sequences = (),
+    ) -> Sequence[UpdateProof]:
+        given = (path, version, word_sums, probe)
         outcomes = await asyncio.gather(
-            *(actor.update_weights.remote(path, version) for actor in self._actors),
+            *(actor.update_weights.remote(*given) for actor in self._actors),
             return_exceptions=True,
         )
         failed = [(i, o) for i, o in enumerate(outcomes) if isinstance(o, BaseException)]
@@ -148,3 +157,4 @@ class RolloutPool:
             if isinstance(cause, WeightSyncError):
                 raise WeightSyncError(f"rollout engine {index}: {cause}") from error
             raise error
+        return [outcome for outcome in outcomes if isinstance(outcome, UpdateProof)]

@@ -82,8 +82,8 @@ class StudentGroup:
     async def logprobs(self, sequences: Sequences) -> Sequence[Sequence[float]]:
         return await self._call("logprobs", list(sequences), temperature=1.0)
 
-    async def export(self, path: Path) -> None:
-        await self._call("export", path)
+    async def publish(self, path: Path, transport: str) -> Mapping[str, int]:
+        return await self._call("publish", path, transport)  # type: ignore[no-any-return]
 
     async def save(self, directory: Path) -> None:
         await self._call("save", directory)
@@ -96,7 +96,8 @@ class StudentGroup:
         await self._call("load", directory)
 
     async def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        shared = [ray.put(argument) for argument in arguments]
+        # A step's samples are sent once to each machine, not once to each rank.
+        shared = [ray.put(a) if isinstance(a, list) else a for a in arguments]
         results = await self._all(lambda _, actor: actor.call.remote(method, *shared, **named))
         return results[0]
 

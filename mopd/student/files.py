@@ -26,6 +26,25 @@ Manifest = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Tensor name -> (dtype, shape)."""
 
 
+def safetensors_header(manifest: Manifest) -> tuple[bytes, list[int]]:
+    """(what a safetensors file of these tensors starts with, where in the file each one starts and
+    where the last one ends)."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts = [0]
+    for name, (dtype, shape) in manifest.items():
+        stop = starts[-1] + torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {
+            "dtype": _DTYPES[dtype],
+            "shape": list(shape),
+            "data_offsets": [starts[-1], stop],
+        }
+        starts.append(stop)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return head, [len(head) + start for start in starts]
+
+
 class TensorWriter:
     """A safetensors file written tensor by tensor, so that nobody need hold all of them.
 
@@ -37,20 +56,8 @@ class TensorWriter:
         """Raises OSError, as do the other methods."""
         self._path, self._temporary = path, path.with_name(f".{path.name}.partial")
         self._expected = iter(manifest.items())
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        start = 0
-        for name, (dtype, shape) in manifest.items():
-            stop = start + torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {
-                "dtype": _DTYPES[dtype],
-                "shape": list(shape),
-                "data_offsets": [start, stop],
-            }
-            start = stop
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
         self._file = self._temporary.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(safetensors_header(manifest)[0])
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append one tensor (on the CPU)."""

@@ -3,6 +3,9 @@
 Legend: H hidden, F feed-forward, V vocabulary, G key/value groups, D head size, Q query heads per
 group. `size` shards, of which `rank` is one. Every packing is exact: ``join`` of all ``shard``s
 returns the tensors it was given, bit for bit.
+
+`pairs` says the same without copying: which part of a shard is which part of a full tensor, so that
+a rank can write its own part of tensors that it never holds.
 """
 
 from __future__ import annotations
@@ -30,6 +33,13 @@ class Packing(ABC):
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The full tensors, from all shards in order."""
 
+    @abstractmethod
+    def pairs(
+        self, shard: Tensor, full: Sequence[Tensor], rank: int, size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """For each full tensor, views (of `shard`, of it) of equal shape that hold the same
+        numbers; both must be contiguous. Empty where the shard holds none of a tensor."""
+
 
 @dataclass(frozen=True)
 class Whole(Packing):
@@ -44,6 +54,12 @@ class Whole(Packing):
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [shards[0]]
 
+    def pairs(
+        self, shard: Tensor, full: Sequence[Tensor], rank: int, size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        (tensor,) = full
+        return [(shard, tensor)]
+
 
 @dataclass(frozen=True)
 class Along(Packing):
@@ -57,6 +73,12 @@ class Along(Packing):
 
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(shards), self.dim)]
+
+    def pairs(
+        self, shard: Tensor, full: Sequence[Tensor], rank: int, size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        (tensor,) = full
+        return [(shard, tensor.chunk(size, self.dim)[rank])]
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,13 @@ class VocabularyRows(Packing):
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         return [torch.cat(list(shards))[: self.rows]]
 
+    def pairs(
+        self, shard: Tensor, full: Sequence[Tensor], rank: int, size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        (tensor,) = full
+        part = tensor[rank * len(shard) : (rank + 1) * len(shard)]
+        return [(shard[: len(part)], part)]
+
 
 @dataclass(frozen=True)
 class GroupedQKV(Packing):
@@ -96,6 +125,14 @@ class GroupedQKV(Packing):
         sizes = [self.queries_per_group * self.head_size, self.head_size, self.head_size]
         return [t.reshape(-1, packed.shape[-1]) for t in packed.split(sizes, 1)]
 
+    def pairs(
+        self, shard: Tensor, full: Sequence[Tensor], rank: int, size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        width = shard.shape[-1]
+        grouped = [t.view(self.groups, -1, width) for t in full]
+        own = shard.view(self.groups // size, -1, width).split([t.shape[1] for t in grouped], 1)
+        return [(mine, t.chunk(size)[rank]) for mine, t in zip(own, grouped, strict=True)]
+
 
 @dataclass(frozen=True)
 class GateUp(Packing):
@@ -107,3 +144,9 @@ class GateUp(Packing):
     def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
         halves = [s.chunk(2) for s in shards]
         return [torch.cat([h[i] for h in halves]) for i in (0, 1)]
+
+    def pairs(
+        self, shard: Tensor, full: Sequence[Tensor], rank: int, size: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        own = shard.chunk(2)
+        return [(mine, t.chunk(size)[rank]) for mine, t in zip(own, full, strict=True)]

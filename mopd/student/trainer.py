@@ -40,6 +40,7 @@ from mopd.student.loss_head import LossHead, Update
 from mopd.student.microbatches import Microbatch
 from mopd.student.opening import open_checkpoint
 from mopd.student.optimizer import Optimizer
+from mopd.student.publishing import Publisher
 from mopd.student.routing import RoutingReplay
 from mopd.student.save_hf import copy_settings
 from mopd.student.schedule import learning_rate
@@ -139,6 +140,7 @@ class StudentRank:
             (ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()),
         )
         self.weights.load(source, self._parameters())
+        self._publisher: Publisher | None = None
         self._ddp = DistributedDataParallel(
             self.model.config,
             DistributedDataParallelConfig(
@@ -416,6 +418,26 @@ class StudentRank:
         """
         # Not durable: it is read once and removed.
         return self.weights.write(self._parameters(), Path(path), durable=False)
+
+    def publish(self, path: str | Path, transport: str) -> dict[str, int]:
+        """Give the weights to whoever reads the safetensors file `path`; returns name -> sum of
+        the words of each whole tensor as the ranks hold it.
+
+        transport: `shared_memory`, the same file written in place each time by every rank;
+            `file`, a new one that appears whole or not at all.
+        Raises ModelError where it cannot be written.
+        """
+        publisher = self.publisher()
+        if transport == "shared_memory":
+            return publisher.share(Path(path))
+        assert transport == "file", transport
+        return publisher.write(Path(path))
+
+    def publisher(self) -> Publisher:
+        """Made at the first call, of all ranks at once."""
+        if self._publisher is None:
+            self._publisher = Publisher(self.weights, self._parameters())
+        return self._publisher
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load: the weights, and the

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,9 +17,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mopd.errors import ModelError
+from mopd.student.exchange import Part, Plan, as_bytes, first_holders, receive
 from mopd.student.families.base import Slot
 from mopd.student.files import TensorWriter
-from mopd.student.packing import Packing
 
 BUCKET_BYTES = 256 * 1024**2
 _SHOWN = 8
@@ -107,25 +106,6 @@ def _named(what: str, names: list[str]) -> str:
         return ""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{len(names)} {what}: {', '.join(names[:_SHOWN])}{more}"
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One parameter of one rank, as the others need to know it."""
-
-    hf: tuple[str, ...]
-    packing: Packing
-    shard: tuple[int, int]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def key(self) -> tuple[tuple[str, ...], int]:
-        return self.hf, self.shard[0]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class ShardedWeights:
@@ -225,14 +205,14 @@ class ShardedWeights:
         Each part travels once, from the first rank that holds it, in one message a rank and
         bucket, so that rank 0 holds no more than a bucket of whole tensors at a time.
         """
-        plan = self._plan(tensors)
+        plan = self.plan(tensors)
         rank = dist.get_rank()
         local = {part.key: tensors[name] for name, part in plan.mine.items()}
         for bucket in plan.buckets(bucket_bytes):
             if rank != 0:
                 parts = bucket.owned[rank]
                 if parts:
-                    dist.send(_as_bytes([local[part.key] for part in parts]), dst=0)
+                    dist.send(as_bytes([local[part.key] for part in parts]), dst=0)
                 continue
             shards: dict[tuple[str, ...], dict[int, Tensor]] = {}
             for source, parts in enumerate(bucket.owned):
@@ -240,7 +220,7 @@ class ShardedWeights:
                     values = [local[part.key].detach().cpu() for part in parts]
                 else:
                     device = next(iter(tensors.values())).device
-                    values = _receive(parts, source, device) if parts else []
+                    values = receive(parts, source, device) if parts else []
                 for part, value in zip(parts, values, strict=True):
                     shards.setdefault(part.hf, {})[part.shard[0]] = value
             for part in bucket.tensors:
@@ -254,13 +234,14 @@ class ShardedWeights:
         self, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Hugging Face name -> (dtype, shape) of what `stream` gives, in its order. Collective."""
-        return self._plan(tensors).manifest()
+        return self.plan(tensors).manifest()
 
-    def _plan(self, tensors: Mapping[str, Tensor]) -> _Plan:
-        """Who sends what. Asked of the other ranks every time: what one rank has seen before (a
-        pipeline stage without routers: its trained tensors are all of them) another may not."""
+    def plan(self, tensors: Mapping[str, Tensor]) -> Plan:
+        """Who sends what. Collective. Asked of the other ranks every time: what one rank has seen
+        before (a pipeline stage without routers: its trained tensors are all of them) another may
+        not."""
         mine = {
-            name: _Part(
+            name: Part(
                 self._slots[name].hf,
                 self._slots[name].packing,
                 self._shard[name],
@@ -269,91 +250,6 @@ class ShardedWeights:
             )
             for name, tensor in tensors.items()
         }
-        by_rank: list[list[_Part]] = [[] for _ in range(dist.get_world_size())]
+        by_rank: list[list[Part]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(by_rank, list(mine.values()))
-        return _Plan(mine, _first_holders(by_rank))
-
-
-@dataclass(frozen=True)
-class _Bucket:
-    tensors: list[_Part]
-    """One part of each tensor (or pack of tensors) that is put together."""
-    owned: list[list[_Part]]
-    """Per rank, what it sends."""
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How whole tensors are put together from the ranks' parts; the same on every rank."""
-
-    mine: dict[str, _Part]
-    """This rank's parts by Megatron name."""
-    owned: list[list[_Part]]
-    """Per rank, the parts that no lower rank holds."""
-
-    def buckets(self, limit: int) -> list[_Bucket]:
-        """Whole tensors in order of first appearance, at most `limit` bytes (or one) together."""
-        sizes: dict[tuple[str, ...], int] = {}
-        first: dict[tuple[str, ...], _Part] = {}
-        for part in (part for parts in self.owned for part in parts):
-            sizes[part.hf] = sizes.get(part.hf, 0) + part.nbytes
-            first.setdefault(part.hf, part)
-        groups: list[list[tuple[str, ...]]] = []
-        used = 0
-        for names, size in sizes.items():
-            if not groups or used + size > limit:
-                groups.append([])
-                used = 0
-            groups[-1].append(names)
-            used += size
-        return [
-            _Bucket(
-                [first[names] for names in group],
-                [[p for p in parts if p.hf in wanted] for parts in self.owned],
-            )
-            for group in groups
-            for wanted in [set(group)]
-        ]
-
-    def manifest(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Hugging Face name -> (dtype, shape), in the order of the stream."""
-        shapes: dict[tuple[str, ...], dict[int, _Part]] = {}
-        for part in (part for parts in self.owned for part in parts):
-            shapes.setdefault(part.hf, {})[part.shard[0]] = part
-        out = {}
-        for names, parts in shapes.items():
-            shards = [
-                torch.empty(parts[i].shape, dtype=parts[i].dtype, device="meta")
-                for i in range(len(parts))
-            ]
-            for name, tensor in zip(names, parts[0].packing.join(shards), strict=True):
-                out[name] = (tensor.dtype, tuple(tensor.shape))
-        return out
-
-
-def _first_holders(by_rank: list[list[_Part]]) -> list[list[_Part]]:
-    """Per rank, the parts that no lower rank holds."""
-    seen: set[tuple[tuple[str, ...], int]] = set()
-    owned: list[list[_Part]] = []
-    for parts in by_rank:
-        new = []
-        for part in parts:
-            if part.key not in seen:
-                seen.add(part.key)
-                new.append(part)
-        owned.append(new)
-    return owned
-
-
-def _as_bytes(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.detach().contiguous().view(-1).view(torch.uint8) for t in tensors])
-
-
-def _receive(parts: list[_Part], source: int, device: torch.device) -> list[Tensor]:
-    buffer = torch.empty(sum(p.nbytes for p in parts), dtype=torch.uint8, device=device)
-    dist.recv(buffer, src=source)
-    pieces = buffer.cpu().split([p.nbytes for p in parts])
-    # .clone(): a slice may start at an address the wider dtype cannot view.
-    return [
-        piece.clone().view(p.dtype).view(p.shape) for piece, p in zip(pieces, parts, strict=True)
-    ]
+        return Plan(mine, first_holders(by_rank))

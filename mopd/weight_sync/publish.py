@@ -1,9 +1,14 @@
 """Publish the student's weights to the rollout engines through a file, and prove the result.
 
-The file lives in shared memory where there is any, so that on one machine no byte touches a
-disk. Proof, at every sync: names and shapes are checked by the receiver before anything is
-loaded, then trainer and engines score the same fixed sequences and must agree. A model that was
-only partly loaded, or that still answers from old weights or an old cache, does not pass.
+With `shared_memory` the file lies in memory and stays: every rank writes its own part of it in
+place, and on one machine no byte touches a disk. With `file` each version is a new one, which rank
+0 writes in a folder that all machines see.
+
+Proof, at every sync: names and shapes are checked by the receiver before anything is loaded;
+fingerprints of each tensor, which the ranks make of what they train and the engines of what they
+hold, must be the same; then trainer and engines score the same fixed sequences and must agree. A
+model that was only partly loaded, or that still answers from old weights or an old cache, does not
+pass.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mopd.errors import WeightSyncError
@@ -46,10 +51,12 @@ def largest_difference(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]
 
 
 class VerifiedWeightSync:
-    """One sync: export, load into every engine, compare logprobs on the probe.
+    """One sync: publish, load into every engine, compare logprobs on the probe.
 
     Args:
         max_logprob_error: largest |trainer - engine| allowed on any probe token, nats.
+        transport: `weight_sync.transport`.
+        directory: where the file goes; None is memory, where there is any to see.
     """
 
     def __init__(
@@ -59,52 +66,74 @@ class VerifiedWeightSync:
         probe: Sequences,
         *,
         max_logprob_error: float,
+        transport: str = "shared_memory",
         directory: Path | None = None,
     ) -> None:
         self._student = student
         self._engines = engines
         self._probe = probe
         self._bound = max_logprob_error
+        self._transport = transport
         self._directory = directory or transfer_directory()
+        self._file: Path | None = None
 
     async def publish(self, version: int) -> Mapping[str, float]:
         """Bring version `version` into every engine.
 
         Raises:
-            WeightSyncError: names or shapes differ, or the probe's logprobs do.
+            WeightSyncError: names, shapes or fingerprints differ, or the probe's logprobs do.
         """
-        path = self._directory / f"mopd-weights-{os.getpid()}-{version}.safetensors"
         started = time.perf_counter()
-        trainer: asyncio.Future[Sequence[Sequence[float]]] | None = None
+        path = self._path(version)
+        # Asked for at once: the ranks go on to the probe while the engines load.
+        exporting = asyncio.ensure_future(self._student.publish(path, self._transport))
+        trainer = asyncio.ensure_future(self._student.logprobs(self._probe))
+        done = False
         try:
-            await self._student.export(path)
+            word_sums = await exporting
             exported = time.perf_counter()
-            # The trainer has nothing else to do while the engines load.
-            trainer = asyncio.ensure_future(self._student.logprobs(self._probe))
-            await self._engines.update_weights(path, version)
+            proofs = await self._engines.update_weights(path, version, word_sums, self._probe)
             loaded = time.perf_counter()
-            error = await self._compare(version, trainer)
+            error = self._compare(version, await trainer, [p.logprobs for p in proofs])
+            done = True
         finally:
-            if trainer is not None:
-                trainer.cancel()
-            path.unlink(missing_ok=True)
+            for task in (exporting, trainer):
+                task.cancel()
+            if not done or self._transport == "file":
+                self.close()
         return {
             "sync/probe_error": error,
             "sync/export_s": exported - started,
-            "sync/load_s": loaded - exported,
-            "sync/probe_s": time.perf_counter() - loaded,
+            "sync/load_s": max(p.load_s for p in proofs),
+            "sync/probe_s": max(p.probe_s for p in proofs),
+            "sync/wait_s": time.perf_counter() - loaded,
         }
 
     async def verify(self, version: int) -> float:
         """Largest disagreement on the probe, nats; raises WeightSyncError past the bound."""
-        return await self._compare(version, self._student.logprobs(self._probe))
-
-    async def _compare(
-        self, version: int, trainer_logprobs: Awaitable[Sequence[Sequence[float]]]
-    ) -> float:
         trainer, engines = await asyncio.gather(
-            trainer_logprobs, self._engines.logprobs(self._probe)
+            self._student.logprobs(self._probe), self._engines.logprobs(self._probe)
         )
+        return self._compare(version, trainer, engines)
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+    def _path(self, version: int) -> Path:
+        kept = self._transport == "shared_memory"
+        name = f"mopd-weights-{os.getpid()}-{'shared' if kept else version}.safetensors"
+        self._file = self._directory / name
+        return self._file
+
+    def _compare(
+        self,
+        version: int,
+        trainer: Sequence[Sequence[float]],
+        engines: Sequence[Sequence[Sequence[float]]],
+    ) -> float:
         worst = 0.0
         for index, engine in enumerate(engines):
             error = largest_difference(trainer, engine)

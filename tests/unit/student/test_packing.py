@@ -33,12 +33,20 @@ def test_join_undoes_shard(packing: Packing, tensors: list[torch.Tensor], size: 
     assert len(joined) == len(tensors)
     assert all(a.equal(b) for a, b in zip(joined, tensors, strict=True))
 
+    written = [torch.full_like(t, torch.nan) for t in tensors]
+    for rank, shard in enumerate(shards):
+        for own, part in packing.pairs(shard, written, rank, size):
+            assert own.shape == part.shape
+            part.copy_(own)  # views: this writes into the whole tensors
+    assert all(a.equal(b) for a, b in zip(written, tensors, strict=True))
+
 
 def test_whole_is_not_split() -> None:
     (tensor,) = full((4,))
     assert not Whole().split and Along(0).split
     assert Whole().shard([tensor], 1, 2).equal(tensor)
     assert Whole().join([tensor])[0].equal(tensor)
+    assert Whole().pairs(tensor, [tensor], 1, 2) == [(tensor, tensor)]
 
 
 def test_vocabulary_padding_is_zero() -> None:

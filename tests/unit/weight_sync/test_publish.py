@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mopd.errors import WeightSyncError
 from mopd.protocols import Sequences
+from mopd.types import UpdateProof
 from mopd.weight_sync.publish import VerifiedWeightSync, largest_difference, make_probe
 
 PROBE = [([1, 2], [3, 4]), ([5], [6, 7])]
 
 
 class TableStudent:
-    """Logprobs come from its one number, `weight`; exports it as text."""
+    """Logprobs come from its one number, `weight`; publishes it as text."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
+        self.paths: list[Path] = []
 
     async def logprobs(self, sequences: Sequences) -> list[list[float]]:
         return [[-self.weight * token for token in response] for _, response in sequences]
 
-    async def export(self, path: Path) -> None:
+    async def publish(self, path: Path, transport: str) -> dict[str, int]:
         path.write_text(str(self.weight))
+        self.paths.append(path)
+        return {"weight": hash(self.weight)}
 
 
 class TableEngines:
@@ -36,11 +41,15 @@ class TableEngines:
         self.deaf = deaf
         self.versions: list[int] = []
 
-    async def update_weights(self, path: Path, version: int) -> None:
+    async def update_weights(
+        self, path: Path, version: int, word_sums: Mapping[str, int], probe: Sequences
+    ) -> list[UpdateProof]:
         self.versions.append(version)
         for index in range(2):
             if index not in self.deaf:
                 self.weights[index] = float(path.read_text())
+                assert word_sums == {"weight": hash(self.weights[index])}
+        return [UpdateProof(said, 0.25, 0.5) for said in await self.logprobs(probe)]
 
     async def logprobs(self, sequences: Sequences) -> list[list[list[float]]]:
         return [
@@ -48,18 +57,30 @@ class TableEngines:
         ]
 
 
-def sync(student: TableStudent, engines: TableEngines, folder: Path) -> VerifiedWeightSync:
+def sync(
+    student: TableStudent, engines: TableEngines, folder: Path, transport: str = "shared_memory"
+) -> VerifiedWeightSync:
     return VerifiedWeightSync(  # type: ignore[arg-type]
-        student, engines, PROBE, max_logprob_error=1e-3, directory=folder
+        student, engines, PROBE, max_logprob_error=1e-3, transport=transport, directory=folder
     )
 
 
-def test_new_weights_arrive_everywhere_and_no_file_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shared_memory", "file"])
+def test_new_weights_arrive_everywhere_and_no_file_is_left(tmp_path: Path, transport: str) -> None:
     student, engines = TableStudent(0.5), TableEngines(0.1)
-    metrics = asyncio.run(sync(student, engines, tmp_path).publish(7))  # type: ignore[arg-type]
+    publisher = sync(student, engines, tmp_path, transport)
+    metrics = dict(asyncio.run(publisher.publish(7)))  # type: ignore[arg-type]
     assert engines.weights == [0.5, 0.5] and engines.versions == [7]
     assert metrics.pop("sync/probe_error") == 0.0
-    assert metrics.keys() == {"sync/export_s", "sync/load_s", "sync/probe_s"}
+    assert metrics.pop("sync/load_s") == 0.25 and metrics.pop("sync/probe_s") == 0.5
+    assert metrics.keys() == {"sync/export_s", "sync/wait_s"}
+    student.weight = 0.75
+    asyncio.run(publisher.publish(8))
+    assert engines.weights == [0.75, 0.75]
+    # One file in memory is written again and again; a file that travels is new each time.
+    assert len(set(student.paths)) == (1 if transport == "shared_memory" else 2)
+    assert student.paths[0].exists() == (transport == "shared_memory")
+    publisher.close()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,22 +95,22 @@ def test_the_trainer_scores_while_the_engines_load(tmp_path: Path) -> None:
     events: list[str] = []
 
     class Student(TableStudent):
+        async def publish(self, path: Path, transport: str) -> dict[str, int]:
+            events.append("published")
+            return await super().publish(path, transport)
+
         async def logprobs(self, sequences: Sequences) -> list[list[float]]:
             events.append("trainer")
             return await super().logprobs(sequences)
 
     class Engines(TableEngines):
-        async def update_weights(self, path: Path, version: int) -> None:
+        async def update_weights(self, *given: Any) -> list[UpdateProof]:
             await asyncio.sleep(0.01)
-            await super().update_weights(path, version)
             events.append("loaded")
-
-        async def logprobs(self, sequences: Sequences) -> list[list[list[float]]]:
-            events.append("engines")
-            return await super().logprobs(sequences)
+            return await super().update_weights(*given)
 
     asyncio.run(sync(Student(0.5), Engines(0.1), tmp_path).publish(1))
-    assert events == ["trainer", "loaded", "engines"]
+    assert events == ["published", "trainer", "loaded"]
 
 
 def test_nan_is_not_agreement(tmp_path: Path) -> None:
