@@ -11,39 +11,29 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import aiohttp
-import numpy as np
-
-from mopd_teachers import transport, wire
+from mopd_teachers import wire
+from mopd_teachers.cache import ScoreCache, content_key
+from mopd_teachers.dispatch import DOWN
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.generation import Generation, generate_at, sample_seed
-from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
+from mopd_teachers.identity import KnownServers
+from mopd_teachers.probes import ProbeReport
 from mopd_teachers.replica import Endpoint, Replica
-from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
-from mopd_teachers.scoring import score_at
-from mopd_teachers.stats import TeacherStats
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
+from mopd_teachers.scoring import RESTARTED, score_at
 from mopd_teachers.transport import RequestError
 
 __all__ = ["Endpoint", "Generation", "ProbeReport", "TeacherClient", "sample_seed"]
 
 SEQUENCES_PER_REQUEST = 256
 PROMPTS_PER_REQUEST = 64
-_BACKOFF_S = 0.2
-_BACKOFF_MAX_S = 5.0
-_SAME_MODEL = 0.5  # nats on tokens at random, where two models differ by whole ones
-_QUICK_S = 5.0  # deadline of a question that costs the server nothing
 
-DOWN = "down"  # the cause of a request that was not made, because the server just failed a trial
 ANSWERED_WRONG = frozenset(("bad scores", "wrong ids"))
 """Causes of samples that are asked for again: the fault may have been on the way."""
-SERVER_CAUSES = frozenset(("timeout", "connection", "bad answer", "stranger", DOWN))
-
-T = TypeVar("T")
+SERVER_CAUSES = frozenset(("timeout", "connection", "bad answer", "stranger", RESTARTED, DOWN))
 
 
 def is_servers_fault(cause: str) -> bool:
@@ -51,12 +41,14 @@ def is_servers_fault(cause: str) -> bool:
     return cause in SERVER_CAUSES or cause.startswith("http 5")
 
 
-class TeacherClient:
+class TeacherClient(KnownServers):
     """Speaks to the servers of one teacher.
 
     `timeout_s` is the deadline of each HTTP request, `retries` how often a request is tried
     again, on another server where there is one, `concurrency` how many requests one server has
     at a time (fewer where so many could not all meet their deadlines: see `Replica`).
+    `hedge_after_s`: see `dispatch`. `cache_bytes` > 0 keeps scores for when the same tokens are
+    asked about again; every server must then say when it was restarted, as ours do.
     """
 
     def __init__(
@@ -67,79 +59,18 @@ class TeacherClient:
         timeout_s: float = 60.0,
         retries: int = 2,
         concurrency: int = 64,
+        hedge_after_s: float | None = None,
+        cache_bytes: int = 0,
     ) -> None:
-        if not endpoints:
-            raise TeacherError(f"teacher {name!r}: no endpoint given; expected at least one URL")
-        self.name = name
-        self.stats = TeacherStats()
-        self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
-        self._servers = [self._replica(endpoint) for endpoint in endpoints]
-        self._session: aiohttp.ClientSession | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._needs = Needs()
-
-    def _replica(self, endpoint: Endpoint) -> Replica:
-        return Replica(self.name, endpoint, self._timeout_s, self._concurrency)
-
-    # ---- life -------------------------------------------------------------------------------
-
-    def _open(self) -> aiohttp.ClientSession:
-        """The session of the running event loop (a session cannot move to another loop)."""
-        loop = asyncio.get_running_loop()
-        if self._session is None or self._session.closed or self._loop is not loop:
-            for server in self._servers:
-                server.enter_loop()
-            # Idle connections are dropped before the server (5 s) would.
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)
-            self._session = aiohttp.ClientSession(connector=connector)
-            self._loop = loop
-        return self._session
-
-    async def replace_endpoint(self, index: int, endpoint: Endpoint) -> None:
-        """Put a restarted server in the place of the one that died, after probing it.
-
-        Raises TeacherError, and keeps the old one, when the new one does not pass.
-        """
-        self._servers[index] = await self._probed(endpoint)
-
-    async def add_endpoint(self, endpoint: Endpoint) -> None:
-        """One server more, after probing it and comparing it with one that is there.
-
-        Raises TeacherError when it does not pass, or serves another model than the others.
-        """
-        server = await self._probed(endpoint)
-        known = min(self._servers, key=lambda s: s.failures_in_a_row)
-        try:
-            both = [await probe_server(self._again, s, self.name, self._needs)
-                    for s in (server, known)]  # fmt: skip
-        except RequestError as error:
-            raise TeacherError(self._describe(error)) from error
-        apart = float(np.abs(both[0] - both[1]).max())
-        if apart > _SAME_MODEL:
-            raise TeacherError(
-                f"teacher {self.name!r}: {server.url} and {known.url} score the same tokens up to "
-                f"{apart:.2g} nats apart; expected servers of one model"
-            )
-        self._servers.append(server)
-
-    async def remove_endpoint(self, index: int) -> None:
-        """Give this server no further request; returns when it has none in flight."""
-        if len(self._servers) == 1:
-            raise TeacherError(f"teacher {self.name!r}: its only server cannot be removed")
-        server = self._servers.pop(index)
-        await server.idle()
-
-    async def _probed(self, endpoint: Endpoint) -> Replica:
-        self._open()
-        server = self._replica(endpoint)
-        await self._probe(server)
-        return server
-
-    async def close(self) -> None:
-        """Close the connections. The client can be used again afterwards."""
-        if self._session is not None and self._loop is asyncio.get_running_loop():
-            await self._session.close()
-        self._session = None
+        super().__init__(
+            name,
+            endpoints,
+            timeout_s=timeout_s,
+            retries=retries,
+            concurrency=concurrency,
+            hedge_after_s=hedge_after_s,
+            cache_bytes=cache_bytes,
+        )
 
     async def __aenter__(self) -> TeacherClient:
         return self
@@ -148,11 +79,6 @@ class TeacherClient:
         await self.close()
 
     # ---- what is known of it ----------------------------------------------------------------
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Shortest context of the servers, in tokens; None before `probe`."""
-        return min((s.max_model_len for s in self._servers if s.max_model_len), default=None)
 
     @property
     def servers(self) -> Sequence[Replica]:
@@ -168,126 +94,8 @@ class TeacherClient:
             "servers_up": float(states.count("up")),
             "servers_down": float(states.count("down")),
             "tokens_per_s": sum(speeds),
+            "cached_gib": self._cache.bytes / 2**30 if self._cache is not None else 0.0,
         }
-
-    async def probe(self, *, top_k: int = 0, candidates: bool = False) -> ProbeReport:
-        """Ask every server who it is and what it can do, and check that it knows something.
-
-        `top_k` and `candidates` say what will be asked of it later. Raises TeacherError when one
-        cannot do that, does not answer, serves another model, gives different scores for the same
-        tokens, or gives (about) the same score to every token: the sign of a model whose weights
-        are gone, log p = -ln V.
-        """
-        self._open()
-        self._needs = Needs(top_k, candidates)
-        for server in self._servers:
-            await self._probe(server)
-        models = tuple(server.model or "" for server in self._servers)
-        assert self.max_model_len is not None
-        able = frozenset.intersection(*(server.capabilities for server in self._servers))
-        return ProbeReport(models, self.max_model_len, all(s.fast for s in self._servers), able)
-
-    async def _probe(self, server: Replica) -> None:
-        try:
-            await probe_server(self._again, server, self.name, self._needs)
-        except RequestError as error:
-            raise TeacherError(
-                f"{self._describe(error)}. Is the server running, and is it vLLM?"
-            ) from error
-
-    async def revive(self, index: int) -> bool:
-        """Whether this server answers and serves its model; if so it takes requests again."""
-        server = self._servers[index]
-        self._open()
-        try:
-            await require_same_model(self._quick, server)
-            await probe_server(self._ask, server, self.name, self._needs)
-        except (RequestError, TeacherError) as error:
-            server.last_error = str(error)
-            return False
-        server.recovered()
-        return True
-
-    # ---- requests ---------------------------------------------------------------------------
-
-    async def _ask(
-        self, server: Replica, method: str, path: str, body: Any = None, **how: Any
-    ) -> Any:
-        """One try of one request (see `transport.request`)."""
-        how.setdefault("timeout_s", self._timeout_s)
-        return await transport.request(self._open(), server, method, path, body, **how)
-
-    async def _quick(
-        self, server: Replica, method: str, path: str, body: Any = None, **how: Any
-    ) -> Any:
-        how["timeout_s"] = min(self._timeout_s, _QUICK_S)
-        return await self._ask(server, method, path, body, **how)
-
-    async def _again(
-        self, server: Replica, method: str, path: str, body: Any = None, **how: Any
-    ) -> Any:
-        """A request to this very server, with the usual retries."""
-        for attempt in range(self._retries + 1):
-            try:
-                return await self._ask(server, method, path, body, **how)
-            except RequestError as error:
-                if not error.retry or attempt == self._retries:
-                    raise
-                self.stats.retries += 1
-                await asyncio.sleep(_BACKOFF_S * random.uniform(0.5, 1.5))
-        raise AssertionError("unreachable")
-
-    def _least_loaded(self, avoid: Replica | None) -> Replica:
-        """A server that is well and has the least to do; the one that has just failed comes after
-        the others, but before one that is on trial."""
-        return min(
-            self._servers,
-            key=lambda s: (s.on_trial, s.resting, s is avoid, s.tokens_in_flight, s.in_flight),
-        )
-
-    async def _retried(self, call: Callable[[Replica], Awaitable[T]], tokens: int) -> T:
-        """Run `call` on a server; again, elsewhere if possible, when it fails."""
-        self._open()
-        server: Replica | None = None
-        attempt = 0
-        while True:
-            server = self._least_loaded(avoid=server)
-            try:
-                if server.on_trial:
-                    await self._stand_trial(server)
-                async with server.admitted(tokens):
-                    if server.on_trial:  # it fell ill while this request waited
-                        raise RequestError(DOWN, server.last_error, retry=True)
-                    begin = time.perf_counter()
-                    result = await call(server)
-                    self.stats.request_done(time.perf_counter() - begin)
-                    server.succeeded(tokens)
-                    return result
-            except RequestError as error:
-                if error.retry and error.cause != DOWN:
-                    server.failed(error.detail)
-                if not error.retry or attempt == self._retries:
-                    raise
-                self.stats.retries += 1
-            delay = min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt)
-            attempt += 1
-            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
-
-    async def _stand_trial(self, server: Replica) -> None:
-        """Wait for the server's rest to end, then let one request ask whether it is well, for all
-        that wait. Raises RequestError when it is not."""
-        await asyncio.sleep(server.rest_left_s)
-        async with server.trial:
-            if not server.on_trial:
-                return  # another request found it well
-            if server.resting:
-                raise RequestError(DOWN, server.last_error, retry=True)
-            await require_same_model(self._quick, server)
-            server.passed_trial()
-
-    def _describe(self, error: RequestError) -> str:
-        tries = f", tried {self._retries + 1} times" if error.retry and self._retries else ""
-        return f"teacher {self.name!r}: {error.detail}{tries}"
 
     # ---- scoring ----------------------------------------------------------------------------
 
@@ -315,6 +123,19 @@ class TeacherClient:
                 live.append(item)
             else:
                 results[item.sample_id] = refused
+        results |= await (self._scored(live, top_k) if self._cache is None
+                          else self._from_cache(self._cache, live, top_k))  # fmt: skip
+        for scores in results.values():
+            if isinstance(scores, TeacherFailure):
+                self.stats.failures[scores.cause] += 1
+            else:
+                self.stats.tokens += len(scores.logprobs)
+        return results
+
+    async def _scored(self, items: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
+        """Scores from the servers; those of samples that came back wrong are asked for again."""
+        results: dict[str, Outcome] = {}
+        live = items
         for _ in range(self._retries + 1):
             for part in await asyncio.gather(
                 *(self._score_chunk(chunk, top_k) for chunk in self._chunks(live))
@@ -323,12 +144,31 @@ class TeacherClient:
             live = [item for item in live if _answered_wrong(results[item.sample_id])]
             if not live:
                 break
-        for scores in results.values():
-            if isinstance(scores, TeacherFailure):
-                self.stats.failures[scores.cause] += 1
-            else:
-                self.stats.tokens += len(scores.logprobs)
         return results
+
+    async def _from_cache(
+        self, cache: ScoreCache, items: Sequence[ScoreItem], top_k: int
+    ) -> dict[str, Outcome]:
+        """As `_scored`, with each different question asked once, and none whose answer is kept."""
+        keys = {item.sample_id: content_key(item, top_k) for item in items}
+        if any(cache.get(key) is not None for key in keys.values()):
+            await self._same_as_kept()
+        epoch = cache.epoch
+        kept = {key: score for key in keys.values() if (score := cache.get(key)) is not None}
+        asked: dict[bytes, ScoreItem] = {}
+        for item in items:
+            if keys[item.sample_id] not in kept:
+                asked.setdefault(keys[item.sample_id], item)
+        fresh = await self._scored(list(asked.values()), top_k)
+        self.stats.cache_hits += len(items) - len(asked)
+        for key, item in asked.items():
+            outcome = fresh[item.sample_id]
+            if isinstance(outcome, TeacherScore):
+                cache.put(key, outcome, epoch)
+        return {
+            sample: kept[key] if key in kept else fresh[asked[key].sample_id]
+            for sample, key in keys.items()
+        }
 
     def _refuse(self, item: ScoreItem, top_k: int) -> TeacherFailure | None:
         """What needs no server to be seen as impossible."""
@@ -385,11 +225,24 @@ class TeacherClient:
     async def _score_chunk(self, chunk: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
         try:
             return await self._retried(
-                lambda server: score_at(self._ask, server, chunk, top_k), sum(map(_size, chunk))
+                lambda server: self._score_at(server, chunk, top_k),
+                sum(map(_size, chunk)),
+                hedge=True,
             )
         except RequestError as error:
             failure = TeacherFailure(error.cause, self._describe(error))
             return {item.sample_id: failure for item in chunk}
+
+    async def _score_at(
+        self, server: Replica, chunk: Sequence[ScoreItem], top_k: int
+    ) -> dict[str, Outcome]:
+        try:
+            return await score_at(self._ask, server, chunk, top_k)
+        except RequestError as error:
+            if error.cause != RESTARTED:
+                raise
+        await self._meet_again(server)
+        return await score_at(self._ask, server, chunk, top_k)
 
     # ---- text and answers -------------------------------------------------------------------
 

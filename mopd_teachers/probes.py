@@ -104,6 +104,7 @@ async def _identify(ask: Ask, server: Replica, teacher: str) -> Mapping[str, Any
     if not isinstance(described, Mapping) or described.get("protocol") != wire.PROTOCOL:
         described = {}
     server.model, server.max_model_len, server.fast = model, length, bool(described)
+    server.instance = described.get("instance")
     server.capabilities = frozenset(
         described.get("capabilities", ()) if described else (wire.SAMPLED, wire.TOP_K)
     )

@@ -20,6 +20,8 @@ REST_S = 1.0
 REST_MAX_S = 30.0
 FIRST_TOKENS = 16_384
 """In flight at a server whose speed is not known yet."""
+UNKNOWN = ""
+"""Instance of a server that must be probed before it is asked for scores."""
 _SHARE_OF_DEADLINE = 0.25
 _RATE_WINDOW_S = 60.0
 
@@ -51,6 +53,8 @@ class Replica:
         self.headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self.fast: bool | None = None
         """Has our route; None: not asked yet."""
+        self.instance: str | None = None
+        """Which start of the server this is, where it says so."""
         self.capabilities: frozenset[str] = frozenset()
         self.max_model_len: int | None = None
         self._timeout_s, self._concurrency = timeout_s, concurrency
@@ -65,7 +69,7 @@ class Replica:
     def enter_loop(self) -> None:
         """Nothing is in flight: a new event loop begins, to which the locks belong."""
         self.in_flight = 0
-        self.tokens_in_flight = 0
+        self.tokens_in_flight = self.tokens_waiting = 0
         self.trial = asyncio.Lock()
         self._changed = asyncio.Condition()
 
@@ -77,6 +81,11 @@ class Replica:
         return self._done_tokens / self._busy_s if self._done_tokens and self._busy_s > 0 else None
 
     @property
+    def load(self) -> tuple[int, int]:
+        """Tokens that it has to do and that wait for it, and requests in flight."""
+        return self.tokens_in_flight + self.tokens_waiting, self.in_flight
+
+    @property
     def token_budget(self) -> int:
         """Tokens that it may have in flight so that each request can meet its deadline."""
         rate = self.tokens_per_s
@@ -85,20 +94,26 @@ class Replica:
         return max(1, int(rate * self._timeout_s * _SHARE_OF_DEADLINE))
 
     @asynccontextmanager
-    async def admitted(self, tokens: int) -> AsyncIterator[None]:
+    async def admitted(self, tokens: int, *, expected: bool = False) -> AsyncIterator[None]:
         """Wait until a request of this size may start; it counts as in flight inside. One that is
-        larger than the budget goes alone."""
+        larger than the budget goes alone. `expected`: it was counted as waiting already."""
+        if not expected:
+            self.tokens_waiting += tokens
 
         def room() -> bool:
             if self.in_flight >= self._concurrency:
                 return False
             return not self.in_flight or self.tokens_in_flight + tokens <= self.token_budget
 
-        async with self._changed:
-            await self._changed.wait_for(room)
-            self._count_time()
-            self.in_flight += 1
-            self.tokens_in_flight += tokens
+        try:
+            async with self._changed:
+                await self._changed.wait_for(room)
+        finally:
+            self.tokens_waiting -= tokens
+        # Nothing else can run between the wait's end and this.
+        self._count_time()
+        self.in_flight += 1
+        self.tokens_in_flight += tokens
         try:
             yield
         finally:

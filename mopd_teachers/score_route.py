@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import hmac
 import itertools
+import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 from mopd_teachers import wire
 
 EXTRA = "mopd"  # the same word as in scoring_worker, which is imported in the worker alone
+_CLIENT_LEFT = 499  # nobody reads it
 _counter = itertools.count()
 
 
@@ -85,6 +87,7 @@ class Scorer:
         self.in_flight = 0
         self.draining = False
         """Set once: no new work is taken (status 503), what is in flight is finished."""
+        self.instance = secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
         self.seconds = 0.0
         self.vocab_size = int(engine.model_config.get_vocab_size())
@@ -95,6 +98,7 @@ class Scorer:
         return {
             "protocol": wire.PROTOCOL,
             "model": self.model,
+            "instance": self.instance,
             "capabilities": [wire.SAMPLED, wire.TOP_K, wire.CANDIDATES],
             "vocab_size": self.vocab_size,
             "max_top_k": self.max_top_k,
@@ -227,7 +231,8 @@ class Scorer:
         refused = sum(bool(result.error) for result in results)
         self.counts.update(requests=1, sequences=count - refused, refused=refused)
         self.counts["tokens"] += sum(len(result.token_ids) // 4 for result in results)
-        return 200, wire.encode(wire.ScoreReply(wire.PROTOCOL, self.model, results))
+        reply = wire.ScoreReply(wire.PROTOCOL, self.model, results, self.instance)
+        return 200, wire.encode(reply)
 
 
 def add_score_route(
@@ -262,8 +267,24 @@ def add_score_route(
             body = await _body(request, max_body)
         except TooMuch as error:
             return Response(str(error), error.status)
-        status, content = await scorer.answer(body)
+        answering = asyncio.ensure_future(scorer.answer(body))
+        leaving = asyncio.ensure_future(_hung_up(request))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Response(status_code=_CLIENT_LEFT)
+        finally:  # a client that has its answer from elsewhere leaves no work behind
+            leaving.cancel()
+            answering.cancel()
+            await asyncio.gather(leaving, answering, return_exceptions=True)
+        status, content = answering.result()
         return Response(content, status, media_type=wire.CONTENT_TYPE if status == 200 else None)
+
+
+async def _hung_up(request: Request) -> None:
+    """Returns when the client, whose body has been read, is gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(request: Request, most: int) -> bytes:

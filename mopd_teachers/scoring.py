@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mopd_teachers import wire
-from mopd_teachers.replica import Replica
+from mopd_teachers.replica import UNKNOWN, Replica
 from mopd_teachers.scores import Outcome, ScoreItem, score_of_positions, score_of_result
 from mopd_teachers.transport import Ask, RequestError
+
+RESTARTED = "restarted"
+"""Cause of an answer by another process than the one that was probed."""
 
 
 async def score_at(
     ask: Ask, server: Replica, chunk: Sequence[ScoreItem], top_k: int
 ) -> dict[str, Outcome]:
     """Every sample's outcome from this server; `RequestError` when a request fails as a whole."""
+    if server.instance == UNKNOWN:
+        raise RequestError(RESTARTED, f"{server.url} was another model", True)
     try:
         if server.fast:
             return await _score_fast(ask, server, chunk, top_k)
@@ -60,6 +65,8 @@ async def _score_fast(
             f"{server.model!r} and {wire.PROTOCOL}",
             True,
         )
+    if server.instance is not None and reply.instance != server.instance:
+        raise RequestError(RESTARTED, f"{server.url} was restarted", True)
     results = {result.id: result for result in reply.results}
     if len(results) != len(reply.results) or results.keys() != {i.sample_id for i in chunk}:
         raise RequestError(

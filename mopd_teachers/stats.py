@@ -15,6 +15,9 @@ class TeacherStats:
         self.requests = 0
         self.retries = 0
         self.tokens = 0
+        self.hedges = self.hedges_won = 0
+        """Requests put to a second server, too; of which the second answered first."""
+        self.cache_hits = 0
         self.failures: Counter[str] = Counter()
         self._latencies_s: deque[float] = deque(maxlen=_WINDOW)
 
@@ -23,12 +26,16 @@ class TeacherStats:
         self._latencies_s.append(seconds)
 
     def snapshot(self) -> dict[str, float]:
-        """Plain numbers: requests, retries, tokens, failures, failures/CAUSE, latency_*_s."""
+        """Plain numbers: requests, retries, tokens, hedges, hedges_won, cache_hits, failures,
+        failures/CAUSE, latency_*_s."""
         ordered = sorted(self._latencies_s)
         return {
             "requests": float(self.requests),
             "retries": float(self.retries),
             "tokens": float(self.tokens),
+            "hedges": float(self.hedges),
+            "hedges_won": float(self.hedges_won),
+            "cache_hits": float(self.cache_hits),
             "failures": float(sum(self.failures.values())),
             **{f"failures/{cause}": float(n) for cause, n in sorted(self.failures.items())},
             "latency_p50_s": _quantile(ordered, 0.50),

@@ -3,7 +3,8 @@
 Legend: P prompt ids, R response ids, K candidates a position. Client and server share this file
 and nothing else, so it imports neither vLLM nor torch.
 
-    GET  /mopd/score -> JSON {"protocol", "model", "capabilities", "vocab_size", "max_top_k"}
+    GET  /mopd/score -> JSON {"protocol", "model", "instance", "capabilities", "vocab_size",
+                                "max_top_k"}
     POST /mopd/score    ScoreRequest -> ScoreReply (both msgpack)
     GET  /mopd/score/metrics -> counters in Prometheus' text format
 
@@ -68,6 +69,8 @@ class ScoreReply(msgspec.Struct):
     protocol: int
     model: str
     results: list[Result]
+    instance: str = ""
+    """Of the process that answers: another one after every start."""
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -52,6 +52,7 @@ class FakeServer:
     ) -> None:
         self.answers_as = model
         self.model, self.fast, self.score, self.spoil, self.alter = model, fast, score, spoil, alter
+        self.instance = "1"
         self.posts = 0
         self.armed = False  # spoil and alter only after the probe
 
@@ -77,7 +78,8 @@ class FakeServer:
 
     async def describe(self, _: web.Request) -> web.Response:
         able = [wire.SAMPLED, wire.TOP_K, wire.CANDIDATES]
-        return web.json_response({"protocol": wire.PROTOCOL, "capabilities": able, "max_top_k": 32})
+        said = {"capabilities": able, "max_top_k": 32, "instance": self.instance}
+        return web.json_response(said | {"protocol": wire.PROTOCOL})
 
     async def _spoiled(self, request: web.Request, body: dict[str, Any]) -> web.Response | None:
         self.posts += 1
@@ -90,7 +92,7 @@ class FakeServer:
         results = [self._result(sequence, body.top_k) for sequence in body.sequences]
         if self.armed:
             results = self.alter(results)
-        reply = wire.encode(wire.ScoreReply(wire.PROTOCOL, self.answers_as, results))
+        reply = wire.encode(wire.ScoreReply(wire.PROTOCOL, self.answers_as, results, self.instance))
         return web.Response(body=reply)
 
     def _result(self, sequence: wire.SequenceMsg, top_k: int) -> wire.Result:

@@ -1,0 +1,181 @@
+"""Is a server still the teacher that it was? Asked of every server that comes, or comes back.
+
+A teacher is known by what it gives the probe's tokens. A server of ours also says which start of
+it answers, so that one that was restarted, under the same name and perhaps with other weights, is
+found by its next answer and probed before anything of it counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from mopd_teachers import wire
+from mopd_teachers.cache import ScoreCache
+from mopd_teachers.dispatch import Dispatcher
+from mopd_teachers.errors import TeacherError
+from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
+from mopd_teachers.replica import UNKNOWN, Endpoint, Replica
+from mopd_teachers.transport import RequestError
+
+_SAME_MODEL = 0.5  # nats on tokens at random, where two models differ by whole ones
+_SAME_SCORES = 1e-4  # nats: past that, scores that are kept may be another model's
+
+
+class KnownServers(Dispatcher):
+    """A `Dispatcher` whose servers are all of one model, and the scores kept of that model."""
+
+    def __init__(
+        self,
+        name: str,
+        endpoints: Sequence[Endpoint],
+        *,
+        timeout_s: float,
+        retries: int,
+        concurrency: int,
+        hedge_after_s: float | None,
+        cache_bytes: int,
+    ) -> None:
+        super().__init__(
+            name,
+            endpoints,
+            timeout_s=timeout_s,
+            retries=retries,
+            concurrency=concurrency,
+            hedge_after_s=hedge_after_s,
+        )
+        self._needs = Needs()
+        self._known: np.ndarray | None = None
+        """What the teacher gives the probe's tokens: any server of it must give the same."""
+        self._cache = ScoreCache(cache_bytes) if cache_bytes else None
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Shortest context of the servers, in tokens; None before `probe`."""
+        return min((s.max_model_len for s in self._servers if s.max_model_len), default=None)
+
+    async def probe(self, *, top_k: int = 0, candidates: bool = False) -> ProbeReport:
+        """Ask every server who it is and what it can do, and check that it knows something.
+
+        `top_k` and `candidates` say what will be asked of it later. Raises TeacherError when one
+        cannot do that, does not answer, serves another model, gives different scores for the same
+        tokens, or gives (about) the same score to every token: the sign of a model whose weights
+        are gone, log p = -ln V.
+        """
+        self._open()
+        self._needs = Needs(top_k, candidates)
+        scores = [await self._probe(server) for server in self._servers]
+        self._known = scores[0]
+        if self._cache is not None:
+            self._cache.forget()
+        for server, own in zip(self._servers, scores, strict=True):
+            self._require_same(server, own)
+        models = tuple(server.model or "" for server in self._servers)
+        assert self.max_model_len is not None
+        able = frozenset.intersection(*(server.capabilities for server in self._servers))
+        return ProbeReport(models, self.max_model_len, all(s.fast for s in self._servers), able)
+
+    async def _probe(self, server: Replica) -> np.ndarray:
+        try:
+            scores = await probe_server(self._again, server, self.name, self._needs)
+        except RequestError as error:
+            raise TeacherError(
+                f"{self._describe(error)}. Is the server running, and is it vLLM?"
+            ) from error
+        if self._cache is not None and server.instance is None:
+            raise TeacherError(
+                f"teacher {self.name!r}: {server.url} does not say when it was restarted, so that "
+                "scores kept from before could be another model's; leave the cache off, or serve "
+                "the teacher by `mopd teachers serve`"
+            )
+        return scores
+
+    async def revive(self, index: int) -> bool:
+        """Whether this server answers and serves its model; if so it takes requests again."""
+        server = self._servers[index]
+        self._open()
+        try:
+            await require_same_model(self._quick, server)
+            self._require_same(
+                server, await probe_server(self._ask, server, self.name, self._needs)
+            )
+        except (RequestError, TeacherError) as error:
+            server.last_error = str(error)
+            return False
+        server.recovered()
+        return True
+
+    # ---- servers that come and go -----------------------------------------------------------
+
+    async def replace_endpoint(self, index: int, endpoint: Endpoint) -> None:
+        """Put a restarted server in the place of the one that died, after probing it.
+
+        Raises TeacherError, and keeps the old one, when the new one does not pass, or serves
+        another model than the teacher was.
+        """
+        self._servers[index] = await self._probed(endpoint)
+
+    async def add_endpoint(self, endpoint: Endpoint) -> None:
+        """One server more, after probing it.
+
+        Raises TeacherError when it does not pass, or serves another model than the others.
+        """
+        self._servers.append(await self._probed(endpoint))
+
+    async def remove_endpoint(self, index: int) -> None:
+        """Give this server no further request; returns when it has none in flight."""
+        if len(self._servers) == 1:
+            raise TeacherError(f"teacher {self.name!r}: its only server cannot be removed")
+        server = self._servers.pop(index)
+        await server.idle()
+
+    async def _probed(self, endpoint: Endpoint) -> Replica:
+        self._open()
+        server = self._replica(endpoint)
+        self._require_same(server, await self._probe(server))
+        return server
+
+    def _require_same(self, server: Replica, scores: np.ndarray) -> None:
+        """TeacherError unless these scores of the probe are the teacher's; what is kept is
+        forgotten where they are not the very same."""
+        known = scores if self._known is None else self._known
+        apart = float(np.abs(scores - known).max())
+        if apart > _SAME_MODEL:
+            server.instance = UNKNOWN  # whatever it answers next, it is probed before
+            raise TeacherError(
+                f"teacher {self.name!r}: {server.url} scores the same tokens up to {apart:.2g} "
+                "nats apart from what this teacher gave them; expected servers of one model"
+            )
+        if apart > _SAME_SCORES and self._cache is not None:
+            self._cache.forget()
+
+    async def _same_as_kept(self) -> None:
+        """Ask every server whether it is still the process that was probed; one that is not is
+        probed again. What is kept is forgotten where that cannot be said."""
+
+        async def same(server: Replica) -> bool:
+            try:
+                described = await self._quick(server, "GET", wire.PATH)
+                if described.get("instance") != server.instance:
+                    await self._meet_again(server)
+                return True
+            except (RequestError, TeacherError, AttributeError):
+                return False
+
+        asked = [server for server in self._servers if not server.on_trial]
+        if not all(await asyncio.gather(*map(same, asked))) or not asked:
+            assert self._cache is not None
+            self._cache.forget()
+
+    async def _meet_again(self, server: Replica) -> None:
+        """A server was restarted: is it still the teacher? RequestError when it is not."""
+        try:
+            self._require_same(
+                server, await probe_server(self._ask, server, self.name, self._needs)
+            )
+        except TeacherError as error:
+            if self._cache is not None:
+                self._cache.forget()
+            raise RequestError("stranger", str(error), True) from error
