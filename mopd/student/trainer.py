@@ -42,7 +42,7 @@ from mopd.student.opening import open_checkpoint
 from mopd.student.optimizer import Optimizer
 from mopd.student.publishing import Publisher
 from mopd.student.routing import RoutingReplay
-from mopd.student.save_hf import copy_settings
+from mopd.student.save_hf import copy_settings, without_padding_tokens
 from mopd.student.schedule import learning_rate
 from mopd.student.teacher_models import TeacherModels
 from mopd.student.token_scores import TokenScorer, VocabularyShard
@@ -441,14 +441,20 @@ class StudentRank:
 
     def save_hf(self, directory: str | Path) -> None:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load: the weights, and the
-        source checkpoint's config and tokenizer files."""
+        source checkpoint's config and tokenizer files. Rows of the head past the tokenizer are
+        made unlikely (`save_hf.without_padding_tokens`)."""
         directory = Path(directory)
 
         parallel.on_rank_zero(
             lambda: copy_settings(Path(self.config.model), directory, self.config.dtype),
             f"could not write the student to {directory}",
         )
-        self.weights.write(self._parameters(), directory / checkpoint.WEIGHTS)
+        head = "model.embed_tokens.weight" if self.family.tied else "lm_head.weight"
+        self.weights.write(
+            self._parameters(),
+            directory / checkpoint.WEIGHTS,
+            change=without_padding_tokens(head, self.valid_vocab),
+        )
 
     # -- checkpoints --------------------------------------------------------------------------
 

@@ -162,11 +162,13 @@ class ShardedWeights:
         *,
         durable: bool = True,
         tick: Callable[[str], None] = lambda _: None,
+        change: Callable[[str, Tensor], None] = lambda _, __: None,
     ) -> dict[str, tuple[int, ...]]:
         """Whole tensors into one safetensors file, bucket by bucket; returns name -> shape.
 
         Every rank must call; rank 0 writes, and holds one bucket beside its own shard. The file
-        appears whole or not at all. Raises ModelError, on every rank, where it cannot be written.
+        appears whole or not at all. `change` may write into each tensor (a copy) before it goes
+        into the file. Raises ModelError, on every rank, where it cannot be written.
         """
         manifest = self.manifest(tensors)
         writer: TensorWriter | None = None
@@ -178,6 +180,7 @@ class ShardedWeights:
                 failure[0] = str(error)
         for name, tensor in self.stream(tensors):
             if writer is not None and failure[0] is None:
+                change(name, tensor)
                 try:
                     writer.add(name, tensor)
                 except OSError as error:

@@ -21,7 +21,6 @@ from student_tiny import make_checkpoint  # noqa: E402
 
 WORLD = 2
 LAYOUTS = {
-    "dp": {"dp": 2},
     "tp": {"tp": 2, "etp": 2},
     "ep": {"dp": 2, "ep": 2},
     "pp": {"pp": 2},
@@ -111,6 +110,47 @@ def one_bucket_at_a_time(c: Context) -> None:
     student.close()
 
 
+def padding_is_never_served(c: Context) -> None:
+    """The folder of the student: rows of the head that no token has are the mean of the tokens',
+    however large they had grown, everything else is as trained, and transformers loads it."""
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+    from student_tiny import VALID, VOCAB
+    from transformers import AutoModelForCausalLM
+
+    for kind, head in (("moe", "lm_head.weight"), ("tied", "model.embed_tokens.weight")):
+        student = c.student(kind, parallel={"tp": 2, "etp": 2} if kind == "moe" else {"tp": 2})
+        weight = student._parameters()[
+            "output_layer.weight" if kind == "moe" else "embedding.word_embeddings.weight"
+        ]
+        with torch.no_grad():
+            if c.rank == 1:  # of 67 rows and one of padding, 33 here
+                weight[VALID - 34 : 33] *= 30.0
+        trained = student.weights.collect(student._parameters())
+        out = c.folder / f"{kind}-folder"
+        student.save_hf(out)
+        if c.rank == 0:
+            saved = load_file(out / "model.safetensors")
+            mean = trained[head][:VALID].double().mean(0).float()
+            assert saved[head].shape == (VOCAB, 64)
+            assert saved[head][:VALID].equal(trained[head][:VALID])
+            assert all(row.equal(mean) for row in saved[head][VALID:])
+            assert all(saved[n].equal(t) for n, t in trained.items() if n != head)
+            ids = torch.randint(0, VALID, (8, 40), generator=torch.Generator().manual_seed(0))
+            model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+            with torch.no_grad():
+                logits = model(ids).logits
+                model.get_output_embeddings().weight.copy_(trained[head])
+                assert (model(ids).logits.argmax(-1) >= VALID).any()  # it was needed
+            assert (logits.argmax(-1) < VALID).all()
+            geometric = logits.log_softmax(-1)[..., :VALID].mean(-1)
+            error = logits.log_softmax(-1)[..., VALID:] - geometric[..., None]
+            assert error.abs().max() < 1e-4
+        dist.barrier()
+        student.close()
+
+
 def no_room_and_no_folder(c: Context) -> None:
     """An error on every rank, that says what to do; nobody waits for the others."""
     from mopd.errors import ModelError
@@ -136,6 +176,7 @@ def no_room_and_no_folder(c: Context) -> None:
 CASES: list[Case] = [
     every_transport_gives_the_joined_tensors,
     one_bucket_at_a_time,
+    padding_is_never_served,
     no_room_and_no_folder,
 ]
 
