@@ -135,11 +135,13 @@ RANGES: dict[type, dict[str, Range]] = {
         "concurrency": _COUNT,
         "timeout_s": _POSITIVE,
         "retries": _NOT_NEGATIVE,
+        "hedge_after_s": _POSITIVE,
+        "cache_mib": _NOT_NEGATIVE,
         "start_timeout_s": _POSITIVE,
         "max_restarts": _NOT_NEGATIVE,
         "pause_s": _NOT_NEGATIVE,
     },
-    PromptsConfig: {"size": _COUNT, "seed": _SEED},
+    PromptsConfig: {"size": _COUNT, "seed": _SEED, "fewshot": _NOT_NEGATIVE},
     VerifierConfig: {"timeout_s": _POSITIVE},
     DomainConfig: {"held_out": _NOT_NEGATIVE, "alpha": _NOT_NEGATIVE, "weight": _NOT_NEGATIVE},
     ObjectiveConfig: {"constant_length": _POSITIVE},
@@ -212,7 +214,7 @@ NO_CONTEXT_PARALLEL = (
     "parallelism), student.recompute or a smaller student.max_tokens_per_microbatch"
 )
 
-VERIFIER_NAMES = ("exact_match", "math_verify", "reasoning_gym")
+VERIFIER_NAMES = ("exact_match", "lm_eval", "math_verify", "reasoning_gym")
 NAMES: dict[type, dict[str, tuple[str, ...]]] = {
     OptimizerConfig: {"schedule": ("constant", "linear", "cosine")},
     StudentConfig: {
@@ -220,6 +222,7 @@ NAMES: dict[type, dict[str, tuple[str, ...]]] = {
         "kernel": ("auto", "triton", "torch"),
         "loss_head": ("logits", "fused"),
         "recompute": ("none", "attention", "layers"),
+        "checkpoint_format": ("huggingface", "megatron"),
     },
     RolloutConfig: {"source": ("student", "teachers")},
     TeacherConfig: {"dtype": ("float32", "bfloat16", "float16", "auto")},
@@ -259,6 +262,7 @@ _STARTED_ONLY = (
     "engine_args"
 ).split()
 _TASK_ONLY = "params size seed template key_fields unordered_key".split()
+_HARNESS_ONLY = ("lm_eval_folder", "fewshot")
 _OWN_ENGINE_ARGS = {
     "model": "model",
     "revision": "revision",
@@ -299,6 +303,11 @@ def config_warnings(config: Config) -> list[str]:
         if name not in used:
             found.append(f"teachers.{name}: no domain names it, so it will not be started")
     for name, teacher in config.teachers.items():
+        if teacher.hedge_after_s is not None and max(teacher.replicas, len(teacher.endpoints)) < 2:
+            found.append(
+                f"teachers.{name}.hedge_after_s: it has one server, so that no request can be put "
+                "to a second one unless the run is given more (mopd teachers add)"
+            )
         if teacher.tensor_parallel_size > 1 and teacher.gpus == 0:
             found.append(
                 f"teachers.{name}: tensor_parallel_size is {teacher.tensor_parallel_size} with "
@@ -428,6 +437,12 @@ def _teachers(config: Config) -> Iterator[str]:
             bare = [url.rstrip("/") for url in teacher.endpoints]
             for url in sorted({url for url in bare if bare.count(url) > 1}):
                 yield f"{key}.endpoints: {url} is listed twice"
+        if teacher.hedge_after_s is not None and teacher.hedge_after_s >= teacher.timeout_s:
+            yield (
+                f"{key}.hedge_after_s ({teacher.hedge_after_s:g}) is not below timeout_s "
+                f"({teacher.timeout_s:g}): the request would have ended before a second server "
+                "is asked"
+            )
         if teacher.api_key_env and not os.environ.get(teacher.api_key_env):
             yield (
                 f"{key}.api_key_env: the environment variable {teacher.api_key_env!r} is not set; "
@@ -521,12 +536,20 @@ def _domains(config: Config) -> Iterator[str]:
 
 def _prompts(domain: DomainConfig, key: str) -> Iterator[str]:
     prompts, defaults = domain.prompts, PromptsConfig()
-    if prompts.jsonl is not None and prompts.task is not None:
-        yield f"{key}.prompts has both jsonl and task: set one of them to null"
+    given = [name for name in ("jsonl", "task", "lm_eval") if getattr(prompts, name) is not None]
+    if len(given) > 1:
+        both = "both " if len(given) == 2 else ""
+        yield f"{key}.prompts has {both}{' and '.join(given)}: set all but one of them to null"
         return
-    if prompts.jsonl is None and prompts.task is None:
+    if not given:
         yield f"{key}.prompts needs jsonl (a file) or task (a reasoning-gym task)"
         return
+    if prompts.lm_eval is not None:
+        yield from _harness_prompts(domain, key)
+        return
+    for field in _HARNESS_ONLY:
+        if getattr(prompts, field) != getattr(defaults, field):
+            yield f"{key}.prompts.{field} goes with lm_eval and has no effect without it"
     if prompts.task is not None:
         if prompts.held_out_jsonl is not None:
             yield f"{key}.prompts.held_out_jsonl goes with jsonl, not with task"
@@ -548,6 +571,23 @@ def _prompts(domain: DomainConfig, key: str) -> Iterator[str]:
             yield f"{key}.prompts: jsonl and held_out_jsonl are the same file"
 
 
+def _harness_prompts(domain: DomainConfig, key: str) -> Iterator[str]:
+    """A task of lm-evaluation-harness: a test set, with a judge of its own."""
+    prompts, defaults = domain.prompts, PromptsConfig()
+    if key.startswith("domains."):
+        yield (
+            f"{key}.prompts.lm_eval is a test set and is never trained on; it goes under "
+            "evaluation.general or evaluation.benchmarks"
+        )
+    for field in ("held_out_jsonl", "difficulty", *_TASK_ONLY):
+        if getattr(prompts, field) != getattr(defaults, field):
+            yield f"{key}.prompts.{field} has no effect on a task of lm-evaluation-harness"
+    if prompts.lm_eval_folder is not None and not Path(prompts.lm_eval_folder).is_dir():
+        yield f"{key}.prompts.lm_eval_folder: no such folder: {prompts.lm_eval_folder}"
+    if domain.verifier is None or domain.verifier.name != "lm_eval":
+        yield f"{key}.verifier: a task of lm-evaluation-harness is judged by itself: lm_eval"
+
+
 def _verifier(domain: DomainConfig, key: str) -> Iterator[str]:
     verifier = domain.verifier
     if verifier is None:
@@ -563,6 +603,11 @@ def _verifier(domain: DomainConfig, key: str) -> Iterator[str]:
         yield (
             f"{key}.verifier: reasoning_gym scores its own tasks only, and {key}.prompts names "
             "no task"
+        )
+    elif verifier.name == "lm_eval" and domain.prompts.lm_eval is None:
+        yield (
+            f"{key}.verifier: lm_eval judges tasks of lm-evaluation-harness only, and "
+            f"{key}.prompts.lm_eval names none"
         )
 
 
@@ -655,8 +700,16 @@ def _teachers_answers(config: Config) -> Iterator[str]:
             f"{key}: objective.truncation.kind {objective.truncation.kind} would weigh them by how "
             "likely the student is to give them; set it to none"
         )
-    if objective_names.POLICY_LOSS_SPECS[objective.loss.name].needs_topk:
-        yield f"{key}: objective.loss.name {objective.loss.name} needs the student's own top-k"
+    if objective.loss.name.startswith("dppo"):
+        yield (
+            f"{key}: objective.loss.name {objective.loss.name} drops tokens by the distance of the "
+            "student from the policy that sampled it; take mopd"
+        )
+    if objective.kl.kind != "none":
+        yield (
+            f"{key}: objective.kl.kind {objective.kl.kind} estimates a distance from the student's "
+            "own answers; set it to none"
+        )
     if config.rollout.temperature != 1.0:
         yield (
             f"{key}: rollout.temperature must be 1, the temperature at which teachers score, got "

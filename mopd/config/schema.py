@@ -70,6 +70,7 @@ class StudentConfig:
     kernel: str = "auto"  # auto | triton | torch: who computes the logprobs
     loss_head: str = "logits"  # logits | fused: the LM head tile by tile, its logits never whole
     fp32_head: bool = False  # the LM head's product and logits in float32, rollouts' too
+    checkpoint_format: str = "huggingface"  # | megatron: every rank writes its own part
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     threads_per_rank: int = 1
     gpus_per_rank: float = 0.0
@@ -109,6 +110,8 @@ class TeacherConfig:
     concurrency: int = 64  # requests in flight per server
     timeout_s: float = 60.0
     retries: int = 2
+    hedge_after_s: float | None = None  # then a second idle server is asked, too; null: never
+    cache_mib: float = 0.0  # of scores kept for when the same tokens come again; 0: none
     start_timeout_s: float = 300.0
     max_restarts: int = 3  # of dead or hung servers, in one run; then its samples fail
     pause_s: float = 120.0  # wait for it, when no server of it answers, before samples fail
@@ -119,7 +122,8 @@ class TeacherConfig:
 
 @dataclass
 class PromptsConfig:
-    """Where a domain's prompts come from: `jsonl` (a file) or `task` (a reasoning-gym task)."""
+    """Where prompts come from: `jsonl` (a file), `task` (a reasoning-gym task) or, for evaluation
+    sets, `lm_eval` (a task of lm-evaluation-harness)."""
 
     jsonl: str | None = None
     held_out_jsonl: str | None = None  # else held-out rows are split off by prompt content
@@ -131,6 +135,9 @@ class PromptsConfig:
     key_fields: list[str] = field(default_factory=list)  # what makes two items the same item
     unordered_key: bool = False
     chat: bool = False  # render through the tokenizer's chat template
+    lm_eval: str | None = None  # name of a task of lm-evaluation-harness (extra lm-eval)
+    lm_eval_folder: str | None = None  # folder with further task files of it (lm_eval only)
+    fewshot: int | None = None  # solved examples in each prompt; null: as the task says
     difficulty: str | None = None  # field (of the row or the item's metadata) holding a number
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from mopd.config.schema import DomainConfig, PromptsConfig
 from mopd.config.wording import listed
+from mopd.data.harness import generation_notes, harness_items, load_task
 from mopd.data.rows import Row, number_at, raise_faults, read_rows
 from mopd.data.tasks import TaskItem, majority_baseline, make_items, split_items
 from mopd.data.tokens import PromptEncoder
@@ -77,6 +78,8 @@ def load_domain(
     encoder = PromptEncoder(tokenizer, chat=cfg.prompts.chat, where=f"{where}.prompts.chat")
     if cfg.prompts.task is not None:
         return _from_task(name, cfg, encoder, where)
+    if cfg.prompts.lm_eval is not None:
+        return _from_harness(name, cfg, encoder, where)
     if cfg.prompts.jsonl is None:
         raise ConfigError(f"{where}.prompts needs jsonl (a file) or task (a reasoning-gym task)")
     notes: list[str] = []
@@ -199,6 +202,19 @@ def _from_task(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: str)
             made.append(Prompt(prompt_id, name, text, ids, item.answer, item.metadata, difficulty))
         built.append(made)
     return _domain(name, built[0], built[1], places, notes)
+
+
+def _from_harness(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: str) -> DomainData:
+    """Every document of the task; nothing is split off, and nothing of it is trained on."""
+    task = load_task(cfg.prompts, where)
+    items = harness_items(task, chat=cfg.prompts.chat)
+    places, made = {}, []
+    for item, (text, ids) in zip(items, encoder.encode([i.prompt for i in items]), strict=True):
+        prompt_id = f"{name}/{item.number:05d}"
+        places[prompt_id] = f"lm_eval {cfg.prompts.lm_eval} document {item.number}"
+        metadata = {**item.metadata, "question": item.question}
+        made.append(Prompt(prompt_id, name, text, ids, item.answer, metadata, stop=item.stop))
+    return _domain(name, made, [], places, generation_notes(task, where))
 
 
 def _task_difficulties(

@@ -3,7 +3,7 @@
 A verifier takes (prompt, answer text) and returns a `Verdict`. When it cannot judge it raises; the
 caller counts a failure, and a failure is never a wrong answer. Deadlines are the caller's: nothing
 here uses signals, so a verdict is the same in a thread, a process and a Ray actor.
-All verifiers can be pickled.
+All verifiers but the harness' can be pickled; each process builds its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from mopd.config.schema import PromptsConfig, VerifierConfig
 from mopd.config.wording import kind_of, nearest
+from mopd.data.harness import chosen_scoring, load_task, score_answer
 from mopd.data.math_answers import same_mathematics
 from mopd.data.tasks import TaskItem, reasoning_gym_score
 from mopd.errors import ConfigError, MopdError
@@ -67,6 +68,25 @@ class MathVerify:
         except ValueError as error:
             raise VerifierError(f"math_verify cannot judge prompt {prompt.id}: {error}") from error
         return Verdict(correct, float(correct))
+
+
+class LmEval:
+    """The score that lm-evaluation-harness gives: its filter and metric, right at 1 exactly."""
+
+    def __init__(self, prompts: PromptsConfig, args: Mapping[str, Any], where: str) -> None:
+        """Loads the task at once; ConfigError says what is wrong with it or with `args`."""
+        self._task = load_task(prompts, where.removesuffix(".verifier"))
+        self._scoring = chosen_scoring(self._task, args.get("metric"), args.get("filter"), where)
+
+    def __call__(self, prompt: Prompt, answer: str) -> Verdict:
+        text, _ = prompt.ended(answer)
+        try:
+            score = score_answer(self._task, self._scoring, prompt.metadata["doc"], text)
+        except Exception as error:  # a task's own code raises what it likes
+            raise VerifierError(
+                f"lm_eval cannot judge prompt {prompt.id}: {type(error).__name__}: {error}"
+            ) from error
+        return as_verdict(score, f"lm_eval {self._scoring.metric}")
 
 
 class UserVerifier:
@@ -207,8 +227,19 @@ def _math_verify(cfg: VerifierConfig, prompts: PromptsConfig, where: str) -> Ver
     return MathVerify()
 
 
+def _lm_eval(cfg: VerifierConfig, prompts: PromptsConfig, where: str) -> Verifier:
+    args = _arguments(cfg, ("metric", "filter"), where)
+    for name, value in args.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}.args.{name}: expected a name, got {kind_of(value)}")
+    if prompts.lm_eval is None:
+        raise ConfigError(f"{where}: lm_eval judges its own tasks; prompts.lm_eval is null")
+    return LmEval(prompts, args, where)
+
+
 VERIFIERS: dict[str, Callable[[VerifierConfig, PromptsConfig, str], Verifier]] = {
     "exact_match": _exact_match,
+    "lm_eval": _lm_eval,
     "math_verify": _math_verify,
     "reasoning_gym": _reasoning_gym,
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mopd.errors import ModelError
 from mopd.evaluation.answer_cache import AnswerFile, CachedAnswer
-from mopd.evaluation.items import ItemResult, seen_in_answer
+from mopd.evaluation.items import ItemResult, answer_text, seen_in_answer
 from mopd.protocols import VerifierFailed
 from mopd.types import Prompt, Verdict
 
@@ -151,17 +151,16 @@ def results_of(file: AnswerFile, prompts: Sequence[Prompt]) -> list[ItemResult]:
     results = []
     for prompt in prompts:
         answer = file.answers[answer_key(prompt.id)]
-        seen = seen_in_answer(
-            answer.text, answer.ids, answer.finish_reason, answer.correct, prompt.answer
-        )
+        text, finish_reason = answer_text(prompt, answer.text, answer.finish_reason)
+        seen = seen_in_answer(text, answer.ids, finish_reason, answer.correct, prompt.answer)
         results.append(
             ItemResult(
                 prompt.id,
                 answer.correct,
                 answer.score,
                 answer.tokens,
-                answer.finish_reason,
-                answer.text,
+                finish_reason,
+                text,
                 response_ids=answer.ids,
                 **seen,
             )

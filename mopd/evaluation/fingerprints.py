@@ -67,7 +67,8 @@ def set_fingerprint(prompts: Sequence[Prompt], verifier: VerifierConfig | None) 
     return _hash(
         {
             "prompts": sorted(
-                (p.id, list(p.token_ids), p.text, p.answer, _plain(p.metadata)) for p in prompts
+                (p.id, list(p.token_ids), p.text, p.answer, _plain(p.metadata), *p.stop)
+                for p in prompts
             ),
             "verifier": None if verifier is None else dataclasses.asdict(verifier),
             "code": None if verifier is None else _source(verifier.target),

@@ -56,16 +56,26 @@ def item_result(
 ) -> ItemResult:
     """What is kept of one answer; `verdict` None: it was not judged, `text` None: not decoded."""
     correct = None if verdict is None else verdict.correct
+    finish_reason: str = rollout.finish_reason
+    if text is not None:
+        text, finish_reason = answer_text(prompt, text, finish_reason)
     return ItemResult(
         item_id=prompt.id,
         correct=correct,
         score=None if verdict is None else verdict.score,
         response_tokens=len(rollout.response_ids),
-        finish_reason=rollout.finish_reason,
+        finish_reason=finish_reason,
         response=text,
-        **seen_in_answer(text, rollout.response_ids, rollout.finish_reason, correct, prompt.answer),
+        **seen_in_answer(text, rollout.response_ids, finish_reason, correct, prompt.answer),
         response_ids=list(rollout.response_ids),
     )
+
+
+def answer_text(prompt: Prompt, text: str, finish_reason: str) -> tuple[str, str]:
+    """(text, finish_reason) of the answer as far as it counts: one that reached a text at which the
+    prompt's answers end has ended there."""
+    text, ended = prompt.ended(text)
+    return text, "stop" if ended else finish_reason
 
 
 def repetition(tokens: Sequence[object]) -> float:

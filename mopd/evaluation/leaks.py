@@ -43,8 +43,14 @@ def find_leaks(
     leaks = []
     for prompts in sets.values():
         for prompt in prompts:
-            same = exact.get(prompt.text)
-            found = same or alike.get((plain_text(prompt.text), prompt.answer))
+            # Few-shot prompts of lm-evaluation-harness carry their question without the examples.
+            question = prompt.metadata.get("question") if "lm_eval" in prompt.metadata else None
+            texts = [prompt.text, *([question] if question else [])]
+            same = next((exact[text] for text in texts if text in exact), None)
+            found = same or next(
+                (alike[key] for t in texts if (key := (plain_text(t), prompt.answer)) in alike),
+                None,
+            )
             if found is not None:
                 leaks.append(Leak(prompt, found, same is not None))
     return leaks

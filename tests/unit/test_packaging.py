@@ -182,7 +182,7 @@ def test_changes_are_named() -> None:
 # ---------------------------------------------------------------- what the code imports
 
 
-OPTIONAL = {"mlflow", "wandb"}
+OPTIONAL = {"lm_eval", "mlflow", "wandb"}
 """Imported where a run asks for them; not installed by default."""
 
 

@@ -1,0 +1,267 @@
+"""Tasks of lm-evaluation-harness as evaluation sets, through its own API.
+
+The harness makes the prompts (its template, its few-shot examples) and gives the score (its
+filters, its metric) of answers that our engines gave. Only tasks that are answered in text: one
+that compares the likelihoods of given choices cannot be asked of a server by URL, nor of the
+engines that sample during training, and is refused rather than asked differently of different
+models.
+
+Imports lm_eval only when such a task is really asked for; it is not a dependency (extra
+``lm-eval``). Written against lm_eval 0.4.13.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from mopd.config.schema import PromptsConfig
+from mopd.config.wording import nearest
+from mopd.errors import ConfigError
+
+FEWSHOT_SEED = 1234
+"""The harness' own default, so that its examples are those of published numbers."""
+DEFAULT_TOKENS = 256
+"""What the harness allows an answer where the task says nothing."""
+
+
+@dataclass(frozen=True)
+class HarnessItem:
+    """One document of a task, as the harness asks it.
+
+    Example: ``HarnessItem(0, "Question: 1+1?\\nAnswer:", "1+1?", "2", ("\\n",), {...})``.
+    """
+
+    number: int
+    """Its place in the task's evaluation split."""
+    prompt: str | list[dict[str, Any]]
+    """Text, or a chat's messages, few-shot examples included."""
+    question: str | None
+    """The document alone, without examples: what a training prompt may be equal to."""
+    answer: str | None
+    """The target as text; None where the task has several, or none in words."""
+    stop: tuple[str, ...]
+    """Texts at which the harness ends an answer."""
+    metadata: Mapping[str, Any]
+
+
+def load_task(prompts: PromptsConfig, where: str) -> Any:
+    """The harness' task object, with its documents.
+
+    Args:
+        where: the place in the configuration, for messages, such as ``evaluation.general.gsm``.
+
+    Raises:
+        ConfigError: the package or the data is missing, there is no such task, or it is of a kind
+            that is not asked here; says which and why.
+    """
+    assert prompts.lm_eval is not None
+    return _load(prompts.lm_eval, prompts.lm_eval_folder, prompts.fewshot, where)
+
+
+@cache
+def _load(name: str, folder: str | None, fewshot: int | None, where: str) -> Any:
+    at = f"{where}.prompts.lm_eval"
+    try:
+        manager = _manager(folder)
+    except ImportError as error:
+        raise ConfigError(
+            f"{at}: {name!r} needs lm-evaluation-harness, which does not import here ({error}); "
+            "install the extra: pip install 'mopd[lm-eval]' (or 'lm-eval==0.4.13')"
+        ) from error
+    except Exception as error:  # a broken task file raises whatever YAML or jinja raise
+        raise ConfigError(
+            f"{where}.prompts.lm_eval_folder {folder}: the harness cannot read it: {error}"
+        ) from error
+    if name not in manager.all_subtasks:
+        kind = "a group of tasks" if name in manager.all_tasks else "no task"
+        hint = "; name one of its tasks" if name in manager.all_tasks else ""
+        raise ConfigError(
+            f"{at}: {name!r} is {kind} of the harness{hint or nearest(name, manager.all_subtasks)}"
+        )
+    try:
+        task = manager.load([name])["tasks"][name]
+    except Exception as error:  # datasets and task code raise what they like
+        raise ConfigError(
+            f"{at}: {name!r} cannot be loaded: {type(error).__name__}: {error}; its data must be "
+            "on this machine (a run fetches nothing by itself), as files that the task names or in "
+            "the Hugging Face cache"
+        ) from error
+    if reason := refusal(task):
+        raise ConfigError(f"{at}: {name!r} {reason}")
+    if fewshot is not None:
+        task.set_config("num_fewshot", fewshot)
+    return task
+
+
+@cache
+def _manager(folder: str | None) -> Any:
+    """The harness' index of its tasks and of those in `folder`; reading it takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=folder)
+
+
+def refusal(task: Any) -> str | None:
+    """Why a task cannot be asked here, or None."""
+    kind = task.get_config("output_type") or task.OUTPUT_TYPE
+    if kind != "generate_until":
+        return (
+            f"is of the kind {kind}: it compares likelihoods of given texts, which servers by URL "
+            "and the engines of a training run do not give. Take the task's generative form (many "
+            "have one, named ..._generative or ..._gen or ..._cot), or run the harness itself on "
+            "RUN/student"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        return "asks about images or sounds; only text is asked here"
+    if getattr(task, "UNSAFE_CODE", False):
+        return (
+            "runs code that models write; run the harness itself on RUN/student, in a sandbox "
+            "(--confirm_run_unsafe_code)"
+        )
+    if (repeats := task.get_config("repeats") or 1) > 1:
+        return (
+            f"wants {repeats} sampled answers an item (repeats) for one score; here every answer "
+            "is judged by itself. Set repeats: 1 in a copy of the task, and evaluation.samples"
+        )
+    return None
+
+
+def harness_items(task: Any, *, chat: bool) -> list[HarnessItem]:
+    """Every document of the task's evaluation split, as the harness asks it.
+
+    Args:
+        chat: messages instead of text, few-shot examples as turns of their own (the harness'
+            default for chats).
+
+    Raises:
+        ConfigError: a prompt ends with words put into the assistant's mouth (gen_prefix).
+    """
+    # The sampler is drawn from document by document: seeded anew, so that the prompts are the
+    # same in every process that makes them.
+    task.set_fewshot_seed(FEWSHOT_SEED)
+    task.build_all_requests(
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
+        chat_template=_as_messages if chat else None,
+    )
+    generation = task.get_config("generation_kwargs") or {}
+    until = generation.get("until") or []
+    about = {
+        "task": task.get_config("task"),
+        "version": str(task.VERSION),
+        "harness": importlib.metadata.version("lm_eval"),
+    }
+    items = []
+    for instance in task.instances:
+        prompt: str | list[dict[str, Any]] = instance.args[0]
+        metadata: dict[str, Any] = {"lm_eval": about, "doc": instance.doc}
+        if chat:
+            messages = json.loads(instance.args[0])
+            prompt = metadata["messages"] = messages
+            if messages[-1]["role"] == "assistant":
+                raise ConfigError(
+                    f"{about['task']}: its prompts begin the answer themselves (gen_prefix), which "
+                    "a chat template that opens the answer cannot follow; set prompts.chat to false"
+                )
+        question, target = task.doc_to_text(instance.doc), task.doc_to_target(instance.doc)
+        items.append(
+            HarnessItem(
+                number=int(instance.doc_id),
+                prompt=prompt,
+                question=question if isinstance(question, str) else None,
+                answer=target if isinstance(target, str) else None,
+                stop=tuple([until] if isinstance(until, str) else until),
+                metadata=metadata,
+            )
+        )
+    return items
+
+
+def _as_messages(messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
+    """Stands in for a chat template: what it would be given, to be rendered by ours."""
+    return json.dumps([dict(message) for message in messages])
+
+
+def generation_notes(task: Any, where: str) -> list[str]:
+    """What the task says of how answers are made, and is done otherwise here."""
+    generation = dict(task.get_config("generation_kwargs") or {})
+    tokens = generation.get("max_gen_toks", DEFAULT_TOKENS)
+    notes = [
+        f"{where}: the harness allows {tokens} tokens an answer; here rollout.max_response_tokens "
+        "is the limit"
+    ]
+    if generation.get("do_sample") or generation.get("temperature"):
+        notes.append(f"{where}: the task samples its answers; here they are greedy")
+    return notes
+
+
+# --- its score of one answer ---
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Which of a task's numbers counts: a metric, of answers that went through a filter."""
+
+    metric: str
+    filter: str
+
+
+def chosen_scoring(task: Any, metric: str | None, filter_name: str | None, where: str) -> Scoring:
+    """The metric and filter that were asked for, or the task's only ones.
+
+    Raises:
+        ConfigError: there is no such one, there are several and none was named, or the metric is
+            no mean over items of something in which more is better.
+    """
+    metrics = {m: task.higher_is_better().get(m) for m in task.aggregation()}
+    filters = [ensemble.name for ensemble in task._filters]
+    chosen = Scoring(
+        _one(metric, list(metrics), "metric", where), _one(filter_name, filters, "filter", where)
+    )
+    if metrics[chosen.metric] is False:
+        raise ConfigError(f"{where}.args.metric: of {chosen.metric!r} less is better; no retention")
+    from lm_eval.api.registry import get_aggregation
+
+    if task.aggregation()[chosen.metric] is not get_aggregation("mean"):
+        raise ConfigError(
+            f"{where}.args.metric: {chosen.metric!r} is not a mean over items, so that items "
+            "cannot be compared between models; take another metric of the task"
+        )
+    return chosen
+
+
+def _one(asked: str | None, known: Sequence[str], what: str, where: str) -> str:
+    if asked is None:
+        if len(known) == 1:
+            return known[0]
+        raise ConfigError(
+            f"{where}.args.{what}: the task has several, name one of {', '.join(known)}"
+        )
+    if asked not in known:
+        raise ConfigError(
+            f"{where}.args.{what}: the task has no {what} {asked!r}{nearest(asked, known)}"
+        )
+    return asked
+
+
+def score_answer(task: Any, scoring: Scoring, doc: Mapping[str, Any], answer: str) -> float:
+    """The harness' metric of one answer, already cut at the task's stop texts.
+
+    Raises:
+        ValueError: process_results gives no such number.
+    """
+    from lm_eval.api.instance import Instance
+
+    instance = Instance("generate_until", dict(doc), ("", {}), 0, resps=[answer])
+    for ensemble in task._filters:
+        if ensemble.name == scoring.filter:
+            ensemble.apply([instance])
+    result = task.process_results(dict(doc), [instance.filtered_resps[scoring.filter]])
+    if scoring.metric not in result:
+        raise ValueError(f"process_results gave {sorted(result)}, not {scoring.metric!r}")
+    return float(result[scoring.metric])

@@ -1,0 +1,261 @@
+"""Tasks of lm-evaluation-harness: the prompts and scores are the harness' own.
+
+The harness is optional and 600 MB with what it needs: tests that need it are skipped without it
+(`pip install 'mopd[lm-eval]'` into a copy of the environment runs them).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mopd.config.schema import EvaluationSetConfig, PromptsConfig, VerifierConfig
+from mopd.data.evaluation_sets import load_set
+from mopd.data.harness import load_task
+from mopd.data.prompts import DomainData
+from mopd.data.verifiers import VerifierError, build_verifier
+from mopd.errors import ConfigError
+from mopd.evaluation.fingerprints import set_fingerprint
+from mopd.evaluation.items import item_result
+from mopd.evaluation.leaks import find_leaks
+from mopd.types import Prompt, Rollout, Verdict
+
+needs_harness = pytest.mark.skipif(
+    find_spec("lm_eval") is None, reason="lm_eval is not installed (extra lm-eval)"
+)
+ROOT = Path(__file__).resolve().parents[3]
+WORDS = ("abcd", "hello", "world", "level", "mopd")
+
+TASK = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/test.jsonl, shots: {folder}/shots.jsonl}}}}
+test_split: test
+fewshot_split: shots
+output_type: {kind}
+doc_to_text: "back {{{{word}}}}:"
+doc_to_target: "{{{{reversed}}}}"
+generation_kwargs: {{until: ["\\n", "back"], max_gen_toks: 16}}
+num_fewshot: 2
+filter_list:
+  - name: bare
+    filter: [{{function: remove_whitespace}}, {{function: take_first}}]
+  - name: last-word
+    filter: [{{function: regex, regex_pattern: "(\\\\w+)", group_select: -1}}, {{function: take_first}}]
+metric_list:
+  - {{metric: exact_match, aggregation: {aggregation}, higher_is_better: true}}
+{more}
+"""  # noqa: E501
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name, words in (("test", WORDS), ("shots", ("cat", "dog", "bird", "fish"))):
+        rows = [json.dumps({"word": w, "reversed": w[::-1]}) + "\n" for w in words]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    write_task(tmp_path, "spelling")
+    return tmp_path
+
+
+def write_task(
+    folder: Path, name: str, kind: str = "generate_until", aggregation: str = "mean", more: str = ""
+) -> None:
+    text = TASK.format(name=name, folder=folder, kind=kind, aggregation=aggregation, more=more)
+    (folder / f"{name}.yaml").write_text(text)
+
+
+def prompts_of(folder: Path, name: str = "spelling", **changes: Any) -> PromptsConfig:
+    return PromptsConfig(lm_eval=name, lm_eval_folder=str(folder), **changes)
+
+
+def load(folder: Path, **changes: Any) -> DomainData:
+    from transformers import AutoTokenizer
+
+    prompts = prompts_of(folder, **changes)
+    cfg = EvaluationSetConfig(prompts, VerifierConfig("lm_eval", args={"filter": "bare"}))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo/models/base")
+    return load_set("evaluation.general.spelling", "spelling", cfg, tokenizer)
+
+
+@needs_harness
+def test_prompts_and_scores_are_those_of_a_run_of_the_harness(tasks: Path) -> None:
+    """The harness itself evaluates a model that gives these answers; it says what is right."""
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM
+    from lm_eval.tasks import TaskManager
+
+    answers = {
+        "abcd": " dcba\nback cat: tac",  # right up to the stop text
+        "hello": "olleh",
+        "world": "dlrow and more",
+        "level": "it is level",
+        "mopd": "",
+    }
+
+    class Canned(LM):
+        asked: list[str] = []
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+            found = []
+            for request in requests:
+                text, settings = request.args
+                self.asked.append(text)
+                answer = answers[text.rpartition("back ")[2].rstrip(":")]
+                for stop in settings["until"]:
+                    answer = answer.split(stop)[0]
+                found.append(answer)
+            return found
+
+        def loglikelihood(self, requests: Any) -> Any:
+            raise NotImplementedError
+
+        def loglikelihood_rolling(self, requests: Any) -> Any:
+            raise NotImplementedError
+
+    model = Canned()
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    theirs = simple_evaluate(model, tasks=["spelling"], task_manager=manager, bootstrap_iters=0)
+    data = load(tasks)
+    assert [p.text for p in data.held_out] == model.asked and len(model.asked) == len(WORDS)
+    assert data.train == [] and data.held_out[0].stop == ("\n", "back")
+    assert [p.answer for p in data.held_out] == [w[::-1] for w in WORDS]
+    for name, expected in (("bare", 0.4), ("last-word", 0.6)):
+        verifier = build_verifier(
+            VerifierConfig("lm_eval", args={"filter": name}), "spelling", prompts_of(tasks)
+        )
+        assert verifier is not None
+        verdicts = [verifier(p, answers[p.metadata["doc"]["word"]]) for p in data.held_out]
+        ours = sum(v.score for v in verdicts) / len(verdicts)
+        assert ours == theirs["results"]["spelling"][f"exact_match,{name}"] == expected
+        assert [v.correct for v in verdicts] == [v.score == 1.0 for v in verdicts]
+
+
+@needs_harness
+def test_number_of_examples_and_chat(tasks: Path) -> None:
+    from transformers import AutoTokenizer
+
+    assert load(tasks).held_out[0].text.count("back ") == 3
+    assert load(tasks, fewshot=0).held_out[0].text == "back abcd:"
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo/models/base")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{m.role}}>{{m.content}}{% endfor %}<assistant>"
+    )
+    cfg = EvaluationSetConfig(prompts_of(tasks, chat=True, fewshot=1), VerifierConfig("lm_eval"))
+    first = load_set("evaluation.general.s", "s", cfg, tokenizer).held_out[0]
+    roles = [message["role"] for message in first.metadata["messages"]]
+    assert roles == ["user", "assistant", "user"]
+    assert first.text.endswith("<user>back abcd:<assistant>")
+
+
+@needs_harness
+@pytest.mark.parametrize(
+    ("kind", "more", "part"),
+    [
+        ("loglikelihood", "", "of the kind loglikelihood"),
+        ("multiple_choice", 'doc_to_choice: ["a", "b"]', "of the kind multiple_choice"),
+        ("generate_until", "repeats: 4", "wants 4 sampled answers"),
+        ("generate_until", "unsafe_code: true", "runs code that models write"),
+    ],
+)
+def test_kinds_that_are_not_asked_are_refused_with_the_reason(
+    tasks: Path, kind: str, more: str, part: str
+) -> None:
+    target = "" if kind != "multiple_choice" else "\ndoc_to_target: 0"
+    write_task(tasks, "other", kind, more=more)
+    if target:
+        file = tasks / "other.yaml"
+        file.write_text(
+            file.read_text().replace('doc_to_target: "{{reversed}}"', "doc_to_target: 0")
+        )
+    with pytest.raises(ConfigError, match=part):
+        load_task(prompts_of(tasks, "other"), f"evaluation.general.{kind}{len(more)}")
+
+
+@needs_harness
+def test_what_is_missing_or_ambiguous_is_named(tasks: Path) -> None:
+    where = "evaluation.general.spelling"
+    with pytest.raises(ConfigError, match="no task of the harness; did you mean 'spelling'"):
+        load_task(prompts_of(tasks, "speling"), where)
+    with pytest.raises(ConfigError, match="a group of tasks"):
+        load_task(prompts_of(tasks, "mmlu"), where)
+    with pytest.raises(ConfigError, match="several, name one of bare, last-word"):
+        build_verifier(VerifierConfig("lm_eval"), "spelling", prompts_of(tasks))
+    with pytest.raises(ConfigError, match="no filter 'bar'; did you mean 'bare'"):
+        cfg = VerifierConfig("lm_eval", args={"filter": "bar"})
+        build_verifier(cfg, "spelling", prompts_of(tasks))
+    # A folder is read once in a process: these two lie in one of their own.
+    tasks = tasks / "more"
+    tasks.mkdir()
+    for name in ("test", "shots"):
+        (tasks / f"{name}.jsonl").write_text((tasks.parent / f"{name}.jsonl").read_text())
+    write_task(tasks, "middle", aggregation="median")
+    write_task(tasks, "gone")
+    file = tasks / "gone.yaml"
+    file.write_text(file.read_text().replace("test.jsonl", "nowhere.jsonl"))
+    with pytest.raises(ConfigError, match="not a mean over items"):
+        cfg = VerifierConfig("lm_eval", args={"filter": "bare"})
+        build_verifier(cfg, "middle", prompts_of(tasks, "middle"))
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load_task(prompts_of(tasks, "gone"), where)
+
+
+@needs_harness
+def test_a_task_whose_code_fails_has_not_judged(tasks: Path) -> None:
+    cfg = VerifierConfig("lm_eval", args={"filter": "bare"})
+    verifier = build_verifier(cfg, "spelling", prompts_of(tasks))
+    assert verifier is not None
+    broken = replace(load(tasks).held_out[0], metadata={"doc": {"word": "abcd"}})
+    with pytest.raises(VerifierError, match="cannot judge prompt spelling/00000"):
+        verifier(broken, "dcba")
+
+
+def test_without_the_package_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(ConfigError, match=r"evaluation\.general\.g.*mopd\[lm-eval\]"):
+        load_task(PromptsConfig(lm_eval="gsm8k"), "evaluation.general.g")
+
+
+# --- what the rest of the evaluation makes of such prompts ---
+
+
+def asked(text: str, stop: Sequence[str] = ("\n",), **metadata: Any) -> Prompt:
+    return Prompt("set/1", "set", text, (1, 2), "4", metadata, stop=tuple(stop))
+
+
+def test_an_answer_ends_at_the_first_stop_text() -> None:
+    prompt = asked("2+2=", ("\n\n", "Q:"))
+    assert prompt.ended("4 Q: 5\n\n") == ("4 ", True)
+    assert prompt.ended("4") == ("4", False)
+    assert asked("2+2=", ()).ended("a\n") == ("a\n", False)
+    rollout = Rollout("s:1", prompt, (5, 6, 7), (0.0, 0.0, 0.0), 0, "length")
+    cut = item_result(prompt, rollout, Verdict(True, 1.0), "4Q: and on")
+    assert (cut.finish_reason, cut.response, cut.format_error) == ("stop", "4", False)
+    assert cut.response_tokens == 3
+    whole = item_result(prompt, rollout, Verdict(False, 0.0), "4 and on")
+    assert (whole.finish_reason, whole.format_error) == ("length", True)
+
+
+def test_stop_texts_are_part_of_what_an_answer_depends_on() -> None:
+    with_stop, without = asked("2+2="), asked("2+2=", ())
+    assert set_fingerprint([with_stop], None) != set_fingerprint([without], None)
+
+
+def test_a_question_behind_examples_is_still_found_in_the_training_prompts() -> None:
+    item = asked("1+1=2\n\n2+2=", lm_eval={"task": "sums"}, question="2+2=")
+    trained = Prompt("math/1", "math", "2+2=", (1,), "4")
+    (leak,) = find_leaks({"math": [trained]}, {"set": [item]})
+    assert leak.exact and leak.trained is trained
+    of_a_file = asked("1+1=2\n\n2+2=", question="2+2=")  # a row's own key of that name
+    assert find_leaks({"math": [trained]}, {"set": [of_a_file]}) == []
