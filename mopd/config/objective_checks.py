@@ -278,6 +278,11 @@ def _reference(config: Config) -> Iterator[str]:
     if kl.reference is not None and kl.reference not in config.teachers:
         hint = nearest(kl.reference, config.teachers)
         yield f"{key}.reference: there is no teacher {kl.reference!r}{hint}"
+    elif kl.reference is not None and kl.kind == "k3" and config.teachers[kl.reference].mixture:
+        yield (
+            f"{key}.reference: {kl.reference} is a mixture, whose scores are no probabilities "
+            "(they lack a constant of the context), and k3 needs them; take k2, or one teacher"
+        )
 
 
 def _balance(config: Config) -> Iterator[str]:
@@ -294,6 +299,13 @@ def _balance(config: Config) -> Iterator[str]:
             )
         if config.objective.teacher.weight == 0:
             yield f"{key}.kind gap follows the distance to the teachers, whose weight is 0"
+        for name, domain in config.domains.items():
+            if domain.teacher in config.teachers and config.teachers[domain.teacher].mixture:
+                yield (
+                    f"{key}.kind gap follows mean |A|, and teachers.{domain.teacher} of "
+                    f"domains.{name} is a mixture, whose scores lack a constant of the context: "
+                    "take token_share, or one teacher"
+                )
         low = GAP_LOW if balance.low is None else balance.low
         high = GAP_HIGH if balance.high is None else balance.high
         if not 0 < low <= high:

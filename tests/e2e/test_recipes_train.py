@@ -27,6 +27,14 @@ SMALL = [
     *(f"domains.{domain}.prompts.size=1500" for domain in ("backward", "rotate", "caesar")),
 ]
 
+SHORTENED = {  # what a recipe plans for later than step 20, moved before it
+    "kimi": ["objective.orm.length_reward.from_step=10"],
+    "kimi_curriculum": [
+        "objective.orm.length_reward.from_step=10",
+        "train.sampling.curriculum_steps=10",
+    ],
+}
+
 
 class Notes:
     """The loop's observer: keeps the metrics."""
@@ -47,8 +55,10 @@ def require_progress(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         bad = {k: v for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
         assert not bad, (name, row["step"], bad)
-    for key in ("loss", "grad_norm", "tokens", "domain/backward/reward"):
+    for key in ("loss", "grad_norm", "tokens"):
         assert len({row[key] for row in rows}) > STEPS // 2, (name, key)
+    # Of 32 samples and, where teachers answer, nearly all right: few values, but never one alone.
+    assert len({row["domain/backward/reward"] for row in rows}) > 2, name
     assert all(row["grad_norm"] > 0 for row in rows), name
     rewards = [
         sum(row[f"domain/{d}/reward"] for d in ("backward", "rotate", "caesar")) / 3 for row in rows
@@ -74,7 +84,11 @@ async def train_all(recipes: Sequence[Path], logs: Path) -> None:
     from mopd.runtime.teacher_fleet import TeacherFleet
     from mopd.weight_sync.publish import VerifiedWeightSync
 
-    configs = {r.stem: load_config([ROOT / QUICKSTART, r], SMALL) for r in recipes}
+    configs = {
+        r.stem: load_config([ROOT / QUICKSTART, r], [*SMALL, *SHORTENED.get(r.stem, [])])
+        for r in recipes
+    }
+    plans = {name: prepare(config) for name, config in configs.items()}  # refused before a start
     reference = [
         "teachers.base={model: demo/models/base}",
         "objective.kl={kind: k2, weight: 1, reference: base}",
@@ -118,7 +132,7 @@ async def train_all(recipes: Sequence[Path], logs: Path) -> None:
                     fleet._from_student = support_of(config.objective) == "student"
                     fleet._top_k = 0 if fleet._from_student else top_k
                 await engines.update_weights(weights, 0)
-                own = prepare(config)
+                own = plans[name]
                 student = StudentGroup(2, threads=1, gpus=0, loopback=True)
                 await student.build(
                     startup,

@@ -63,6 +63,14 @@ def test_teachers_answers_are_for_supervised_baselines_only(loaded: Load) -> Non
     config = loaded()
     config.rollout.source = "teachers"
     config.rollout.temperature = 0.7
+    config.objective.loss.name = "dppo_tv"
+    config.objective.kl.kind = "k2"
     said = "\n".join(check_config(config))
-    for part in ("objective.teacher.weight to 0", "truncation.kind", "rollout.temperature must be"):
+    for part in (
+        "objective.teacher.weight to 0",
+        "truncation.kind",
+        "rollout.temperature must be",
+        "dppo_tv drops tokens by the distance",
+        "objective.kl.kind k2 estimates",
+    ):
         assert part in said, said

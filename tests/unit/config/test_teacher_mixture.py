@@ -35,6 +35,8 @@ def test_a_mixture_is_asked_through_its_members(loaded: Load) -> None:
         ("teachers.blend.timeout_s=3", "teachers.blend.timeout_s has no effect on a mixture"),
         ("teachers.blend.model=teacher", "teachers.blend.model has no effect on a mixture"),
         ("objective.teacher.signal=topk", "signal is topk: take sampled"),
+        ("objective.balance.kind=gap", "scores lack a constant of the context"),
+        ("objective.kl={kind: k3, weight: 1, reference: blend}", "whose scores are no prob"),
     ],
 )
 def test_what_a_mixture_cannot_be(loaded: Load, override: str, says: str) -> None:
