@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from mopd.config.schema import TeacherConfig
+from mopd_teachers.client import TeacherClient
 from mopd_teachers.replica import Endpoint
 from mopd_teachers.server import ServerProcess, ServerSpec
 
@@ -29,6 +31,19 @@ def server_spec(name: str, config: TeacherConfig, *, host: str, api_key: str | N
         engine_args=dict(config.engine_args),
         host=host,
         api_key=api_key,
+    )
+
+
+def client_of(name: str, config: TeacherConfig, endpoints: Sequence[Endpoint]) -> TeacherClient:
+    """A client of these servers as the teacher's configuration has it."""
+    return TeacherClient(
+        name,
+        endpoints,
+        timeout_s=config.timeout_s,
+        retries=config.retries,
+        concurrency=config.concurrency,
+        hedge_after_s=config.hedge_after_s,
+        cache_bytes=int(config.cache_mib * 2**20),
     )
 
 

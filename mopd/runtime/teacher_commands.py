@@ -19,10 +19,9 @@ from mopd.config.load import load_config
 from mopd.config.schema import Config, TeacherConfig
 from mopd.config.wording import nearest
 from mopd.errors import ConfigError
-from mopd.runtime.teacher_actor import api_key_of, server_spec
+from mopd.runtime.teacher_actor import api_key_of, client_of, server_spec
 from mopd.runtime.teacher_examining import examined
 from mopd.runtime.teacher_registry import read_registry, request_change
-from mopd_teachers.client import TeacherClient
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.examination import Finding
 from mopd_teachers.replica import Endpoint
@@ -142,13 +141,7 @@ def _examined(
     key = _key(teacher)
 
     async def ask(endpoints: Sequence[Endpoint]) -> list[Finding]:
-        async with TeacherClient(
-            name,
-            endpoints,
-            timeout_s=teacher.timeout_s,
-            retries=teacher.retries,
-            concurrency=teacher.concurrency,
-        ) as client:
+        async with client_of(name, teacher, endpoints) as client:
             return await examined(client, teacher, folder, Path(config.student.model))
 
     if teacher.endpoints:

@@ -20,7 +20,7 @@ from mopd.config.teachers import answering, members_of
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
-from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, server_spec
+from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, client_of, server_spec
 from mopd.runtime.teacher_keeper import TeacherKeeper
 from mopd.runtime.teacher_registry import record_change, take_requests, write_registry
 from mopd.types import Prompt, Rollout, TeacherScore, TopK, finish_reason
@@ -143,13 +143,7 @@ class TeacherFleet:
                     ]
                     self._starting += managed
                     endpoints = list(await asyncio.gather(*(m.start() for m in managed)))
-                client = TeacherClient(
-                    name,
-                    endpoints,
-                    timeout_s=config.timeout_s,
-                    retries=config.retries,
-                    concurrency=config.concurrency,
-                )
+                client = client_of(name, config, endpoints)
                 self._keepers[name] = TeacherKeeper(name, config, client, managed, startup.note)
                 info = await client.probe(
                     top_k=self._top_k if scores_topk else 0,

@@ -1,0 +1,44 @@
+"""How a teacher is asked: a second server, scores that are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from mopd.config import Config
+from mopd.config.checks import check_config, config_warnings
+from mopd.config.schema import TeacherConfig
+from mopd.runtime.teacher_actor import client_of
+from mopd_teachers.replica import Endpoint
+
+Load = Callable[..., Config]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("hedge_after_s=0", "teachers.code_rl.hedge_after_s must be above 0"),
+        ("hedge_after_s=60", "teachers.code_rl.hedge_after_s (60) is not below timeout_s (60)"),
+        ("cache_mib=-1", "teachers.code_rl.cache_mib must be at least 0"),
+    ],
+)
+def test_what_could_never_work_is_refused(loaded: Load, override: str, says: str) -> None:
+    (problem,) = check_config(loaded(f"teachers.code_rl.{override}"))
+    assert says in problem
+
+
+def test_a_second_server_that_is_not_there_is_told(loaded: Load) -> None:
+    alone = loaded("teachers.code_rl.hedge_after_s=1")
+    assert check_config(alone) == []
+    assert any("it has one server" in text for text in config_warnings(alone))
+    two = loaded("teachers.math_rl.hedge_after_s=1", "teachers.math_rl.replicas=2")
+    assert not any("it has one server" in text for text in config_warnings(two))
+
+
+def test_the_keys_reach_the_client() -> None:
+    client = client_of("t", TeacherConfig(hedge_after_s=1.5, cache_mib=2.0), [Endpoint("http://a")])
+    assert client._hedge_after_s == 1.5 and client._cache is not None
+    assert client._cache._max_bytes == 2 << 20
+    plain = client_of("t", TeacherConfig(), [Endpoint("http://a")])
+    assert plain._hedge_after_s is None and plain._cache is None
