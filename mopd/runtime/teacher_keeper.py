@@ -2,7 +2,8 @@
 
 the client:   try again, on another replica where there is one; a replica that fails again and
               again is left alone for a while
-the keeper:   restart servers of ours that died or hang, within `max_restarts`
+the keeper:   restart servers of ours that died or hang, within `max_restarts`; beside the run
+              while other servers of the teacher answer
               when no server is left that answers: pause, with a message, up to `pause_s`
 then:         the samples have no score; the loop masks them, counts them by cause, and stops
               the run when a step loses more than its budget
@@ -19,7 +20,7 @@ from mopd.config.schema import TeacherConfig
 from mopd.runtime.teacher_actor import ManagedReplica
 from mopd_teachers.client import TeacherClient, is_servers_fault
 from mopd_teachers.errors import TeacherError as ServerError
-from mopd_teachers.replica import Endpoint
+from mopd_teachers.replica import FAILURES_TO_REST, Endpoint
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
 
 POLL_S = 2.0
@@ -46,6 +47,7 @@ class TeacherKeeper:
         self._mending: asyncio.Lock | None = None
         self._mended = 0  # how often something that had failed was put right
         self._given_up = False
+        self._healing: asyncio.Future[bool] | None = None
         self.restarts, self.paused_s = 0, 0.0
 
     async def score(self, items: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
@@ -58,7 +60,17 @@ class TeacherKeeper:
             lost = [item for item in lost if _lost(scores[item.sample_id])]
         if not lost:
             self._given_up = False
+        self._heal()
         return scores
+
+    def _heal(self) -> None:
+        """A server of ours that is down while others do its work is put right beside the run."""
+        down = any(
+            replica is not None and server.failures_in_a_row >= FAILURES_TO_REST
+            for server, replica in zip(self.client.servers, self.managed, strict=False)
+        )
+        if down and (self._healing is None or self._healing.done()):
+            self._healing = asyncio.ensure_future(self._mend(self._mended))
 
     def metrics(self) -> dict[str, float]:
         """The client's, and: restarts, paused_s."""
@@ -67,6 +79,8 @@ class TeacherKeeper:
 
     async def close(self) -> None:
         """End the servers of ours and the connections; returns when none is left."""
+        if self._healing is not None:
+            self._healing.cancel()
         await asyncio.gather(
             self.client.close(), *(m.stop() for m in self.managed if m), return_exceptions=True
         )

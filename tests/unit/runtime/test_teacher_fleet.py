@@ -216,6 +216,30 @@ def test_a_mixture_scores_by_the_weighted_sum_of_its_members(tmp_path: Path) -> 
     assert failed == "connection", "never the other member's alone"
 
 
+def test_a_dead_replica_is_restarted_beside_the_run() -> None:
+    """Nothing is lost while the other does its work, and nobody waits for the restart."""
+    dead, well = Server(), Server(up=True)
+    dead.failures_in_a_row = 3
+    well.servers = [dead, well]
+
+    async def scenario() -> tuple[float, int, list[str]]:
+        notes: list[str] = []
+        config = TeacherConfig(model="m", replicas=2)
+        keeper = TeacherKeeper("t", config, well, [dead, well], notes.append)  # type: ignore[arg-type, list-item]
+        item = ScoreItem("s", (1,), (2,))
+        for _ in range(3):
+            assert isinstance((await keeper.score([item], 0))["s"], Score)
+        before = well.names[:]  # replace_endpoint was not reached yet
+        assert keeper._healing is not None and await keeper._healing
+        await keeper.score([item], 0)
+        return len(before), dead.starts, notes
+
+    assert asyncio.run(scenario()) == (
+        0, 1, ["teacher t (server 0): its server has died; restart 1 of 3"]
+    )  # fmt: skip
+    assert well.names == ["t@new"]
+
+
 def test_each_answer_is_asked_for_with_a_seed_of_its_own(tmp_path: Path) -> None:
     asked: list[dict[str, Any]] = []
 
