@@ -28,6 +28,7 @@ from mopd.evaluation.metrics import stream
 from mopd.evaluation.outcome import EVALUATION, Evaluated, write_outcome
 from mopd.evaluation.report import write_report
 from mopd.evaluation.sampled import sampled_entry
+from mopd.evaluation.trained import training_of
 from mopd.observe.progress import Progress
 from mopd.observe.versions import write_versions
 
@@ -112,11 +113,22 @@ class _Evaluation:
             tokens=tokens,
             sampled=self._sampled(),
             about={
-                "models": {w.model.label: w.model.describe() for w in self._answering.work},
+                "models": self._models(),
                 "settings": {s.name: dict(s.settings) for s in self._samplings},
                 "cost": self._cost(wall_s),
             },
         )
+
+    def _models(self) -> dict[str, Any]:
+        """Where each model is, and what it took to train it where that is known."""
+        student = self._answering.student()
+        reference = None if student is None else student.model.folder
+        found: dict[str, Any] = {}
+        for model in (w.model for w in self._answering.work):
+            found[model.label] = model.describe()
+            if model.role in ("student", "other") and model.folder is not None:
+                found[model.label]["training"] = training_of(model.folder, reference)
+        return found
 
     def _cost(self, wall_s: float) -> dict[str, Any]:
         """Seconds by model; of the time between an engine's start and its last verdict, the share

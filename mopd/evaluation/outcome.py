@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mopd.evaluation.against import against_student
 from mopd.evaluation.items import ItemResult
 from mopd.evaluation.retention import build_retention, write_retention
-from mopd.evaluation.significance import paired_test
 from mopd.evaluation.table import cross_table, macro, router_scores
 from mopd.types import Prompt
 
@@ -108,11 +108,13 @@ def evaluation_record(evaluated: Evaluated) -> dict[str, Any]:
 def _other(evaluated: Evaluated, table: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A further model (a baseline, say) in the student's place, and against the student."""
     retained = evaluated.retention(name)
-    against: dict[str, Any] = {}
-    for domain, sets in evaluated.domain_sets.items():
-        own, student = evaluated.results[name], evaluated.results.get("student", {})
-        if all(s in own and s in student for s in sets):
-            against[domain] = _against(own, student, sets, evaluated.seed)
+    against, lead = against_student(
+        evaluated.results[name],
+        evaluated.results.get("student", {}),
+        evaluated.domain_sets,
+        replicates=evaluated.replicates,
+        seed=evaluated.seed,
+    )
     return {
         "headroom_captured": {
             domain: entry["headroom_captured"] for domain, entry in retained["domains"].items()
@@ -121,27 +123,8 @@ def _other(evaluated: Evaluated, table: Mapping[str, Any], name: str) -> dict[st
         "mean_headroom_ci95": retained["mean_headroom_ci95"],
         "mean": macro(table, name, list(evaluated.teacher_of)),
         "against_student": against,
+        "lead": lead,
     }
-
-
-def _against(
-    own: Mapping[str, Sequence[ItemResult]],
-    student: Mapping[str, Sequence[ItemResult]],
-    sets: Sequence[str],
-    seed: int,
-) -> dict[str, Any] | None:
-    first, second, weights = [], [], []
-    for name in sets:
-        theirs = {item.item_id: item.correct for item in student[name]}
-        pairs = [
-            (float(item.correct), float(other))
-            for item in own[name]
-            if item.correct is not None and (other := theirs.get(item.item_id)) is not None
-        ]
-        first += [a for a, _ in pairs]
-        second += [b for _, b in pairs]
-        weights += [1.0 / len(pairs)] * len(pairs)
-    return paired_test(first, second, weights=weights, seed=seed) if first else None
 
 
 def sample_records(evaluated: Evaluated) -> list[dict[str, Any]]:

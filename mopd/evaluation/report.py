@@ -17,6 +17,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from mopd.errors import DataError
 from mopd.evaluation import report_figures as figures
+from mopd.evaluation import report_methods as methods
 from mopd.evaluation import report_samples as samples
 from mopd.evaluation import report_sections as sections
 from mopd.evaluation.run_files import Record, RunFiles, read_run
@@ -133,13 +134,7 @@ def _further(run: RunFiles) -> list[str]:
             f"Mean score {own:.3f}; a perfect router over its teachers would score "
             f"{router['router']:.3f}."
         )
-    ahead = [
-        f"{name} ({means[name]:.3f})"
-        for name in (run.evaluation or {}).get("others") or {}
-        if own is not None and means.get(name) is not None and means[name] > own
-    ]
-    if ahead:
-        parts.append(f"Ahead of it is {_listed(ahead)}.")
+    parts += methods.comparison_sentences(run)
     return parts
 
 
@@ -179,6 +174,8 @@ def markdown(run: RunFiles) -> str:
         parts.append(retention_markdown(run.retention).rstrip())
     if run.evaluation is not None and run.evaluation.get("table"):
         parts.append(score_markdown(run.evaluation).rstrip())
+    if compared := methods.methods_markdown(run):
+        parts.append(compared)
     parts.append("\n".join(f"- {key}: {value}" for key, value in facts(run)))
     if run.problems:
         parts.append("\n".join(f"- {problem}" for problem in run.problems))
@@ -215,6 +212,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
 
 def page(run: RunFiles) -> dict[str, Any]:
     """Everything the template shows."""
+    seed_columns, seeds = methods.seeds(run)
     sampled_columns, sampled = sections.sampled_rows(run)
     return {
         "name": run.name,
@@ -228,6 +226,10 @@ def page(run: RunFiles) -> dict[str, Any]:
         "significance_rows": sections.significance_rows(run),
         "retention_figures": figures.retention_figures(run),
         "heat_map": sections.heat_map(run),
+        "method_columns": methods.METHOD_COLUMNS,
+        "method_rows": methods.method_rows(run),
+        "seed_columns": seed_columns,
+        "seed_rows": seeds,
         "divergence_rows": sections.divergence_rows(run),
         "sampled_columns": sampled_columns,
         "sampled_rows": sampled,
