@@ -16,7 +16,7 @@ from typing import Any
 
 from mopd.config.schema import ParallelConfig, StudentConfig
 from mopd.errors import ModelError
-from mopd.student import checkpoint, cpu_platform, model, parallel
+from mopd.student import checkpoint, cpu_platform, megatron_format, model, parallel
 from mopd.student.files import replace_directory
 from mopd.student.opening import open_checkpoint
 from mopd.student.save_hf import copy_settings
@@ -35,14 +35,11 @@ def to_megatron(source: Path, out: Path, dtype: str, port: int) -> int:
     with _model(source, dtype, port) as (built, weights, tensors):
         with progress("read", len(tensors)) as tick:
             weights.load(SafetensorsFolder(source), tensors, tick)
-        from megatron.core import dist_checkpointing
-
         partial = out.with_name(f".{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         print(f"writing {out}", flush=True)
-        with cpu_platform.quiet_build():
-            dist_checkpointing.save(built.sharded_state_dict(), str(partial))
+        megatron_format.save(built, {"": tensors}, partial)
         replace_directory(partial, out)
         return len(tensors)
 
@@ -61,15 +58,16 @@ def to_hugging_face(source: Path, out: Path, like: Path, dtype: str, port: int) 
             "nor a Megatron distributed checkpoint (no metadata.json)."
         )
     with _model(like, dtype, port) as (built, weights, tensors):
-        if own is not None:
+        if own is not None and not (own / checkpoint.MEGATRON).is_dir():
             files = SafetensorsFolder(own / checkpoint.WEIGHTS)
             family, _ = open_checkpoint(like)
             files.check(family.shapes())
             with progress("read", len(tensors)) as tick:
                 weights.load(files, tensors, tick)
         else:
-            print(f"reading {source}", flush=True)
-            _read_megatron(built, source)
+            folder = source if own is None else own / checkpoint.MEGATRON
+            print(f"reading {folder}", flush=True)
+            _read_megatron(built, folder)
         partial = out.with_name(f".{out.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         copy_settings(like, partial, dtype)

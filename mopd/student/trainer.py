@@ -467,6 +467,7 @@ class StudentRank:
             self._main_parameters(),
             self._identity(),
             {} if self._critic is None else {CRITIC: self._critic.state_dict()},
+            megatron=self.model if self.config.checkpoint_format == "megatron" else None,
         )
 
     def load(self, directory: str | Path) -> None:
@@ -478,6 +479,7 @@ class StudentRank:
             self._main_parameters(),
             self._identity(),
             self.family.shapes(),
+            self.model,
         )
         if self._critic is not None:
             try:

@@ -80,6 +80,9 @@ def _train_and_hang(folder: Path, ports: list[int]) -> None:
 
 def _resume(folder: Path, ports: list[int]) -> None:
     import torch
+    from safetensors.torch import load_file
+
+    from mopd.student.convert import to_hugging_face
 
     torch.set_num_threads(1)
     student = Context(0, 1, folder, ports).student("moe", world=1)
@@ -91,7 +94,15 @@ def _resume(folder: Path, ports: list[int]) -> None:
     (folder / "run" / "last").rename(folder / "run" / ".last.previous")
     student.load(folder / "run" / "last")
     assert student._optimizer.steps == 2
+    # A run's checkpoint in Megatron's format becomes a Hugging Face folder too.
+    student.config.checkpoint_format = "megatron"
+    student.save(folder / "other")
+    expected = student.weights.collect(student._parameters())
     student.close()
+    to_hugging_face(folder / "other", folder / "hf", folder / "moe", "float32", ports[0])
+    written = load_file(folder / "hf" / "model.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(written[name].equal(expected[name]) for name in expected)
 
 
 @pytest.mark.timeout(300)

@@ -562,7 +562,16 @@ def wrong_checkpoints(c: Context) -> None:
     with pytest.raises(ModelError, match="not a student checkpoint"):
         student.load(c.folder / "nothing here")
     assert all(p.equal(weights[n]) for n, p in student.model.named_parameters())
+    student.config.checkpoint_format = "megatron"
+    student.save(c.folder / "good_megatron")
     student.close()
+    mixed = c.student("mixed", world=1)  # the same architecture, but its first layer is dense
+    weights = {n: p.clone() for n, p in mixed.model.named_parameters()}
+    fault = r"[1-9]\d* missing: .*; [1-9]\d* unexpected: decoder\.layers\.0\.mlp\.experts"
+    with pytest.raises(ModelError, match=fault):
+        mixed.load(c.folder / "good_megatron")
+    assert all(p.equal(weights[n]) for n, p in mixed.model.named_parameters())
+    mixed.close()
     unfrozen = c.student("moe", world=1, freeze_routers=False)
     with pytest.raises(ModelError, match="frozen_routers"):
         unfrozen.load(c.folder / "good")

@@ -1,0 +1,182 @@
+"""A run's tensors as a Megatron distributed checkpoint: every rank writes and reads its own part.
+
+Weights lie under Megatron's names, Adam's moments under ``optimizer.state.exp_avg.NAME`` and
+``optimizer.state.exp_avg_sq.NAME``, which is where Megatron's own fully sharded optimizer format
+has them. Like the weights they hold no layout and are read at any.
+
+What Megatron-Core 0.16.1's optimizers would write themselves is not that: with expert parallelism
+the names get a prefix of the chained optimizer, and with the distributed optimizer saving fails on
+gloo. But a moment has the shape of its parameter, so the parameter's place in the model's own
+`sharded_state_dict` says where it goes.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mopd.errors import ModelError
+from mopd.student import cpu_platform
+
+Groups = Mapping[str, Mapping[str, Tensor]]
+"""Prefix of the names -> this rank's tensors by Megatron name, all of a parameter's shape."""
+
+_SHOWN = 8
+
+
+def groups(
+    parameters: Mapping[str, Tensor], moments: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Mapping[str, Tensor]]:
+    """The tensors of a checkpoint by prefix."""
+    return {"": parameters} | {f"optimizer.state.{m}.": t for m, t in moments.items()}
+
+
+def save(model: Any, tensors: Groups, folder: Path) -> None:
+    """Write every rank's tensors into `folder`, which rank 0 has made. Collective.
+
+    Raises ModelError, on every rank, where one of them could not write.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    # Megatron collects the writers' results in a queue of a further process, which outlives a rank
+    # that is killed. Ours write in this process, one after the other: no fork beside gRPC threads.
+    filesystem_async._results_queue = queue.SimpleQueue()
+    sharded, rest = _sharded(model, tensors)
+    with cpu_platform.quiet_build():
+        request = dist_checkpointing.save({**sharded, **rest}, str(folder), async_sharded_save=True)
+    _write(request)
+    dist.barrier()
+    try:
+        for finalize in request.finalize_fns:
+            finalize()
+    except CheckpointException as error:  # torch's own, which is no Exception
+        raise ModelError(f"{folder}: could not be written ({_first_cause(error)}).") from error
+
+
+def _write(request: Any) -> None:
+    """What Megatron's `write_preloaded_data_multiproc` does with a process for each file."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    if request.async_fn is None:
+        return  # nothing of which this rank is the first holder
+    transforms = request.async_fn.args[0]
+    _, _, results = request.async_fn_args
+    written: dict[int, Any] = {}
+    for place, bucket in enumerate(request.preload_fn()):
+        outcome: queue.Queue[Any] = queue.Queue()
+        counter: queue.Queue[int] = queue.Queue()
+        counter.put(place)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, place, bucket, outcome, counter, use_fsync=True
+        )
+        _, written[place] = outcome.get_nowait()
+    failed = next((w for w in written.values() if isinstance(w, Exception)), None)
+    results.put(failed or written)
+
+
+def load(model: Any, into: Groups, folder: Path) -> None:
+    """Fill every rank's tensors from `folder`. Collective.
+
+    Names and shapes are checked before anything is read. Raises ModelError for a folder that is
+    not a whole checkpoint of this model.
+    """
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    detached = {p: {n: t.detach() for n, t in tensors.items()} for p, tensors in into.items()}
+    sharded, _ = _sharded(model, detached)
+    try:
+        _check(sharded, folder)
+        with cpu_platform.quiet_build(), torch.no_grad():
+            loaded = dist_checkpointing.load(sharded, str(folder))
+            for prefix, tensors in detached.items():
+                for name, tensor in tensors.items():
+                    # Most are read in place; what is stored in pieces (gate and up) is not.
+                    if loaded[prefix + name] is not tensor:
+                        tensor.copy_(loaded[prefix + name])
+    except ModelError:
+        raise
+    except (Exception, CheckpointException) as error:  # unpickling raises anything
+        raise ModelError(
+            f"{folder}: not a whole Megatron checkpoint of this run ({_first_cause(error)}). "
+            "Go on from the checkpoint before it."
+        ) from error
+
+
+def _sharded(model: Any, tensors: Groups) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the tensors with their places in the whole, what else Megatron keeps of a layer)."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    with cpu_platform.quiet_build():
+        places = model.sharded_state_dict()
+    out = {}
+    for prefix, named in tensors.items():
+        for name, tensor in named.items():
+            place = places[name]
+            changes: dict[str, Any] = {"key": prefix + place.key, "data": tensor}
+            if isinstance(place, ShardedTensor):
+                changes["dtype"] = tensor.dtype
+            out[prefix + name] = replace(place, **changes)
+    return out, {n: place for n, place in places.items() if isinstance(place, ShardedObject)}
+
+
+def _check(sharded: Mapping[str, Any], folder: Path) -> None:
+    """Raise ModelError naming what `folder` has too little, too much, or in another shape."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    built: dict[str, Any] = dict(sharded)
+    apply_factories(built)
+    expected: dict[str, tuple[tuple[int, ...], bool]] = {}
+    waiting = list(built.values())
+    while waiting:  # a factory makes lists or dicts of tensors
+        each = waiting.pop()
+        if isinstance(each, ShardedTensor):
+            expected[each.key] = (tuple(each.global_shape), each.allow_shape_mismatch)
+        else:
+            waiting += each.values() if isinstance(each, dict) else each
+    everywhere: list[dict[str, tuple[tuple[int, ...], bool]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, expected)
+    wanted = {key: value for part in everywhere for key, value in part.items()}
+    found = {
+        key: tuple(value.global_shape)
+        for key, value in dist_checkpointing.load_tensors_metadata(str(folder)).items()
+    }
+    problems = []
+    for what, names in (
+        ("missing", wanted.keys() - found.keys()),
+        ("unexpected", found.keys() - wanted.keys()),
+        (
+            "of another shape",
+            {
+                key
+                for key in wanted.keys() & found.keys()
+                # Rows that pad the vocabulary come and go with tp.
+                if wanted[key][0][wanted[key][1] :] != found[key][wanted[key][1] :]
+            },
+        ),
+    ):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            problems.append(f"{len(names)} {what}: {', '.join(sorted(names)[:_SHOWN])}{more}")
+    if problems:
+        raise ModelError(
+            f"{folder}: tensors do not fit the model: {'; '.join(problems)}. Nothing was loaded."
+        )
+
+
+def _first_cause(error: BaseException) -> str:
+    """The line of the error that says what happened; torch's begin with a list of ranks."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
