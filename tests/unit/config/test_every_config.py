@@ -17,7 +17,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 RECIPES = (
     "reinforce rloo grpo dr_grpo dapo cispo gspo gspo_token sapo agapo agapo_k_exaone kimi "
     "kimi_curriculum maxrl dppo_tv dppo_kl dppo_topk scalerl mopd mopd_no_orm mopd_topk mopd_full "
-    "open_mopd open_mopd_gap ppo seqkd"
+    "open_mopd open_mopd_gap orm_only ppo seqkd"
 ).split()
 """One or more for each system of the objectives' table."""
 
