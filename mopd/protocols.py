@@ -81,11 +81,12 @@ class Student(Protocol):
         """[R] logprobs at temperature 1, over the whole head, of each response's ids."""
         ...
 
-    async def publish(self, path: Path, transport: str) -> Mapping[str, int]:
+    async def publish(self, path: Path | None, transport: str) -> Mapping[str, int]:
         """Write the weights as one Hugging Face safetensors file, in place of what was there;
         returns tensor name -> fingerprint (`mopd.kernels.word_sums`) of what is trained.
 
-        ``transport``: how, one of ``weight_sync.transport``.
+        ``transport``: how, one of ``weight_sync.transport``; those that send to the engines
+        themselves have no path.
         """
         ...
 
@@ -102,9 +103,9 @@ class WeightReceiver(Protocol):
     """A rollout engine (or all of them) that can take new weights."""
 
     async def update_weights(
-        self, path: Path, version: int, word_sums: Mapping[str, int], probe: Sequences
+        self, path: Path | None, version: int, word_sums: Mapping[str, int], probe: Sequences
     ) -> Sequence[UpdateProof]:
-        """Load `version`; per engine, what it then says of the probe.
+        """Load `version`, or take what has been sent; per engine, what it says of the probe then.
 
         Raises WeightSyncError when names, shapes or fingerprints differ.
         """

@@ -19,6 +19,7 @@ from typing import Any
 from mopd.build import Prepared
 from mopd.checkpoints import Checkpoint, save_checkpoint
 from mopd.config.load import save_config
+from mopd.config.schema import DEVICE_TRANSPORTS
 from mopd.credit import Credit
 from mopd.errors import ConfigError
 from mopd.evaluating.best_student import BestStudent, StoppedEarly, ended_early
@@ -142,6 +143,8 @@ class System:
             engines,
             prepared.probe,
             max_logprob_error=self._config.weight_sync.max_logprob_error,
+            transport=self._config.weight_sync.transport,
+            directory=Path(folder) if (folder := self._config.weight_sync.directory) else None,
         )
         self._mixture = prepared.mixture()
         self._recent: Collection[Mapping[str, float]] = ()
@@ -159,6 +162,7 @@ class System:
         """Start every process at once and wait until all of them answer."""
         config = prepared.config
         layout, student_config = config.student.parallel, config.student
+        transport = config.weight_sync.transport
         reference = config.objective.kl.reference
         startup = Startup(progress.waiting, progress.note)
         logs = (run_dir / "logs").resolve()
@@ -194,6 +198,7 @@ class System:
                 seed=config.seed,
                 record_routes=student_config.routing_replay,
                 fp32_head=student_config.fp32_head,
+                transfer=transport if transport in DEVICE_TRANSPORTS else None,
             ),
             student.build(
                 startup,
@@ -211,6 +216,9 @@ class System:
                 teacher_folders=prepared.teachers_in_ranks(),
             ),
         )
+        if transport in DEVICE_TRANSPORTS:
+            with startup.waiting("weight transfer"):
+                await student.connect(engines.actors, transport)
         system = cls(prepared, progress, run_dir, student, engines, teachers, judge)
         stack.callback(system._sync.close)
         return system

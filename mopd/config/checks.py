@@ -37,6 +37,7 @@ from mopd.config.objective import (
 from mopd.config.objective_checks import check_objective, objective_warnings
 from mopd.config.placement import placement_text, total_reserved
 from mopd.config.schema import (
+    DEVICE_TRANSPORTS,
     Config,
     DomainConfig,
     EvaluationConfig,
@@ -225,6 +226,7 @@ NAMES: dict[type, dict[str, tuple[str, ...]]] = {
         "checkpoint_format": ("huggingface", "megatron"),
     },
     RolloutConfig: {"source": ("student", "teachers")},
+    WeightSyncConfig: {"transport": ("shared_memory", "file", *DEVICE_TRANSPORTS)},
     TeacherConfig: {"dtype": ("float32", "bfloat16", "float16", "auto")},
     ObjectiveConfig: {
         "denominator": objective_names.DENOMINATORS,
@@ -289,6 +291,7 @@ def check_config(config: Config) -> list[str]:
         *_domains(config),
         *check_objective(config),
         *_student(config),
+        *_weight_sync(config),
         *_evaluation(config),
         *_teachers_answers(config),
     ]
@@ -327,6 +330,11 @@ def config_warnings(config: Config) -> list[str]:
             found.append(f"domains.{name}.held_out is 0: nothing of it can be evaluated")
         if domain.verifier is None:
             found.append(f"domains.{name} has no verifier: it has no reward and no score")
+    if config.ray.address is not None and config.weight_sync.transport == "shared_memory":
+        found.append(
+            "weight_sync.transport is shared_memory on a cluster (ray.address): every rank and "
+            "engine must be on one machine; else take file, or nccl"
+        )
     if config.student.dtype == "bfloat16" and config.weight_sync.max_logprob_error < 1e-2:
         found.append(
             f"weight_sync.max_logprob_error is {config.weight_sync.max_logprob_error:g} nats: "
@@ -616,6 +624,37 @@ def _student(config: Config) -> Iterator[str]:
     if student.freeze_routers and student.router_bias_update_rate > 0:
         yield (
             f"student.router_bias_update_rate is {student.router_bias_update_rate:g}, but "
+def _weight_sync(config: Config) -> Iterator[str]:
+    sync, rank_gpus = config.weight_sync, config.student.gpus_per_rank
+    engine_gpus = config.rollout.gpus_per_engine
+    if sync.transport in DEVICE_TRANSPORTS and not (rank_gpus > 0 and engine_gpus > 0):
+        yield (
+            f"weight_sync.transport {sync.transport} goes from GPU to GPU, but "
+            f"student.gpus_per_rank is {rank_gpus:g} and rollout.gpus_per_engine {engine_gpus:g}; "
+            "on a CPU take shared_memory (one machine) or file"
+        )
+    elif sync.transport == "nccl" and rank_gpus < 1:
+        yield (
+            f"weight_sync.transport nccl with student.gpus_per_rank {rank_gpus:g}: NCCL cannot "
+            "join two processes on one GPU; take ipc, which is made for that, or whole GPUs"
+        )
+    elif sync.transport == "ipc" and not (rank_gpus < 1 and engine_gpus < 1):
+        yield (
+            "weight_sync.transport ipc: every engine must share the GPU of a rank, but "
+            f"student.gpus_per_rank is {rank_gpus:g} and rollout.gpus_per_engine {engine_gpus:g}, "
+            "which shares none; take fractions that fit together (0.5 and 0.5), or nccl"
+        )
+    if (sync.transport == "file") != (sync.directory is not None):
+        yield (
+            "weight_sync.transport file needs weight_sync.directory, a folder that all machines see"
+            if sync.directory is None
+            else f"weight_sync.directory ({sync.directory}) is of transport file; "
+            f"{sync.transport} has no folder"
+        )
+    elif sync.directory is not None and not Path(sync.directory).is_dir():
+        yield f"weight_sync.directory: {sync.directory} is no folder"
+
+
             "student.freeze_routers holds the routers; set freeze_routers to false, or the rate to "
             "0"
         )

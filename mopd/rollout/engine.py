@@ -63,6 +63,7 @@ class RolloutEngine:
             sample is drawn whatever engine and batch it lands in.
         record_routes: rollouts carry the experts that each of their tokens went to.
         fp32_head: logits are computed in float32 whatever `dtype` is.
+        transfer: vLLM's weight-transfer backend that updates will come by, `nccl` or `ipc`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class RolloutEngine:
         seed: int,
         record_routes: bool = False,
         fp32_head: bool = False,
+        transfer: str | None = None,
     ) -> None:
         gpu = config.gpus_per_engine > 0
         os.environ.update(engine_environment(config.threads_per_engine, gpu=gpu))
@@ -123,6 +125,7 @@ class RolloutEngine:
             **memory,
             **(cpu | routes),
             **({"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}),
+            **({"weight_transfer_config": {"backend": transfer}} if transfer else {}),
         )
         self._recorded = record_routes and not gpu
         if self._recorded:
@@ -235,13 +238,14 @@ class RolloutEngine:
 
     def update_weights(
         self,
-        path: Path,
+        path: Path | None,
         version: int,
         word_sums: Mapping[str, int] | None = None,
         probe: Sequence[tuple[Sequence[int], Sequence[int]]] = (),
     ) -> UpdateProof:
-        """Load version `version` from a safetensors file and forget every cached prefix.
+        """Take version `version` and forget every cached prefix.
 
+        path: a safetensors file to load; None where the weights have come by `transfer`.
         word_sums: the trainer's fingerprint of each tensor, for comparison with what is held here.
         probe: what to say the logprobs of with the new weights.
 
@@ -251,6 +255,50 @@ class RolloutEngine:
         """
         started = time.perf_counter()
         what = f"weights version {version}"
+        held = self._arrived() if path is None else self._load_checked(path, what, probe)
+        if word_sums is not None:
+            for sums in held:
+                require_same_sums(sums, word_sums, what)
+        self._forget_prefixes(what)
+        self.weight_version = version
+        loaded = time.perf_counter()
+        logprobs = self.logprobs(probe) if probe else []
+        return UpdateProof(logprobs, loaded - started, time.perf_counter() - loaded)
+
+    def transfer(self, method: str, info: dict[str, Any] | None) -> None:
+        """One call of vLLM's weight-transfer protocol, from the trainer's side of it.
+
+        Raises:
+            WeightSyncError: what is about to come has other names or shapes than the model; nothing
+                of it is loaded.
+        """
+        if method == "start_weight_update":
+            self.weight_version = -1  # until `update_weights` has seen what came
+            self._llm.collective_rpc("mopd_watch_loading")
+        elif method == "update_weights":
+            assert info is not None
+            shapes = {n: tuple(s) for n, s in zip(info["names"], info["shapes"], strict=True)}
+            # Buckets: what is not in this one comes in another, or is missed at the end.
+            expected = {n: s for n, s in self._expected.items() if n in shapes}
+            require_same_tensors(shapes, expected, "a bucket of new weights")
+        self._llm.collective_rpc(method, args=() if info is None else (info,))
+
+    def _arrived(self) -> list[dict[str, int]]:
+        """Per worker process, the fingerprints of what the last transfer brought; all of it."""
+        held: list[dict[str, int]] = self._llm.collective_rpc("mopd_arrived")
+        for sums in held:
+            missing = sorted(self._expected.keys() - sums.keys())
+            if missing:
+                raise WeightSyncError(
+                    f"{len(missing)} of {len(self._expected)} tensors never came: "
+                    f"{', '.join(missing[:20])}"
+                )
+        return held
+
+    def _load_checked(
+        self, path: Path, what: str, probe: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[dict[str, int]]:
+        """Load the file if it is one of this model; as `_load`."""
         header = file_header(path)
         again = header == self._header
         if not again:
@@ -261,15 +309,7 @@ class RolloutEngine:
         if again and probe and header != self._learned:
             self._learned = header
             self._learn_places(path, probe)
-        held = self._load(path)
-        if word_sums is not None:
-            for sums in held:
-                require_same_sums(sums, word_sums, what)
-        self._forget_prefixes(what)
-        self.weight_version = version
-        loaded = time.perf_counter()
-        logprobs = self.logprobs(probe) if probe else []
-        return UpdateProof(logprobs, loaded - started, time.perf_counter() - loaded)
+        return self._load(path)
 
     def _load(self, path: Path) -> list[dict[str, int]]:
         """Per worker process, the fingerprints of what it holds now."""

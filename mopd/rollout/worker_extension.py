@@ -5,14 +5,16 @@ Given to vLLM as ``worker_extension_cls``; its methods are reached by ``collecti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from mopd.kernels.word_sums import word_sums
+from mopd.kernels.word_sums import word_sum, word_sums
 from mopd.rollout.direct_load import DirectLoad, learn
 from mopd.rollout.routes import RouteRecorder
 from mopd.rollout.weight_file import WeightFile
@@ -68,6 +70,32 @@ class WorkerExtension:
         sums = word_sums(list(file.tensors.values()))
         self._mopd_reload(file.tensors.items())
         return dict(zip(file.tensors, sums, strict=True))
+
+    def mopd_watch_loading(self) -> None:
+        """Keep the fingerprints of the tensors that vLLM's weight transfer hands to the model."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        self._mopd_arrived: dict[str, Tensor] = {}
+        if getattr(model.load_weights, "_mopd_watched", False):
+            return
+        load = model.load_weights
+
+        def watched(weights: Iterable[tuple[str, Tensor]]) -> Any:
+            def passing() -> Iterator[tuple[str, Tensor]]:
+                for name, tensor in weights:
+                    self._mopd_arrived[name] = word_sum(tensor)
+                    yield name, tensor
+
+            return load(passing())
+
+        watched._mopd_watched = True  # type: ignore[attr-defined]
+        model.load_weights = watched
+
+    def mopd_arrived(self) -> dict[str, int]:
+        """Tensor name -> sum of its words, of everything since `mopd_watch_loading`."""
+        if not self._mopd_arrived:
+            return {}
+        sums = torch.stack(list(self._mopd_arrived.values())).tolist()
+        return dict(zip(self._mopd_arrived, sums, strict=True))
 
     def mopd_learn_places(self, path: str) -> bool:
         """Learn where the file's weights belong, for `mopd_load_weights`; whether that was

@@ -60,9 +60,13 @@ class RolloutActor:
         return self._engine.logprobs(sequences)
 
     def update_weights(
-        self, path: Path, version: int, word_sums: Mapping[str, int] | None, probe: Sequences
+        self, path: Path | None, version: int, word_sums: Mapping[str, int] | None, probe: Sequences
     ) -> UpdateProof:
         return self._engine.update_weights(path, version, word_sums, probe)
+
+    def transfer(self, method: str, info: dict[str, Any] | None) -> None:
+        """For vLLM's weight transfer: see `EngineClient`."""
+        self._engine.transfer(method, info)
 
 
 class RolloutPool:
@@ -91,6 +95,11 @@ class RolloutPool:
                     for i, actor in enumerate(self._actors)
                 )
             )
+
+    @property
+    def actors(self) -> list[Any]:
+        """One an engine."""
+        return list(self._actors)
 
     async def generate(
         self, requests: Sequence[tuple[str, Prompt]], *, temperature: float, top_k: int = 0
@@ -141,7 +150,7 @@ class RolloutPool:
 
     async def update_weights(
         self,
-        path: Path,
+        path: Path | None,
         version: int,
         word_sums: Mapping[str, int] | None = None,
         probe: Sequences = (),

@@ -11,6 +11,7 @@ import ray
 
 from mopd.protocols import Sequences
 from mopd.runtime.cluster import LOOPBACK
+from mopd.runtime.engine_client import EngineClient
 from mopd.runtime.logs import write_output_to
 from mopd.runtime.ports import free_port
 from mopd.runtime.startup import Startup
@@ -32,6 +33,25 @@ class StudentActor:
         from mopd.student.trainer import StudentRank
 
         self._rank = StudentRank(**arguments)
+
+    def connect(self, engines: Sequence[Any], transport: str, host: str, port: int) -> None:
+        """Every rank, at once; `engines` are the rollout engines' actors."""
+        from mopd.rollout.transfer import open_sender
+
+        self._sender = open_sender(
+            transport,
+            self._rank.publisher(),
+            EngineClient(engines),
+            rank=self._rank.rank,
+            host=host,
+            port=port,
+            engines=len(engines),
+        )
+
+    def send(self) -> dict[str, int]:
+        """The weights, into every engine; their fingerprints."""
+        self._sender.send_weights()
+        return self._rank.publisher().word_sums()
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Every rank makes the same calls in the same order: they hold collectives."""
@@ -82,8 +102,16 @@ class StudentGroup:
     async def logprobs(self, sequences: Sequences) -> Sequence[Sequence[float]]:
         return await self._call("logprobs", list(sequences), temperature=1.0)
 
-    async def publish(self, path: Path, transport: str) -> Mapping[str, int]:
+    async def publish(self, path: Path | None, transport: str) -> Mapping[str, int]:
+        if path is None:
+            return (await self._all(lambda _, actor: actor.send.remote()))[0]  # type: ignore[no-any-return]
         return await self._call("publish", path, transport)  # type: ignore[no-any-return]
+
+    async def connect(self, engines: Sequence[Any], transport: str) -> None:
+        """Before weights can be sent by NCCL or IPC: meet the rollout engines' actors."""
+        host, port = await self._actors[0].address.remote(self._loopback)
+        meeting = (list(engines), transport, host, port)
+        await self._all(lambda _, actor: actor.connect.remote(*meeting))
 
     async def save(self, directory: Path) -> None:
         await self._call("save", directory)

@@ -6,6 +6,7 @@ several ranks hold, the first of them speaks for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,16 @@ class Plan:
         return out
 
 
+def joined(bucket: Bucket, shards: dict[tuple[str, ...], dict[int, Tensor]]) -> Iterator[Tensor]:
+    """The bucket's whole tensors, each once it is asked for; empties `shards`."""
+    for part in bucket.tensors:
+        found = shards.pop(part.hf)
+        assert len(found) == part.shard[1], (part.hf, sorted(found))
+        for tensor in part.packing.join([found[i] for i in range(part.shard[1])]):
+            # .clone(): what is handed out must not change with the next step.
+            yield tensor.clone().contiguous()
+
+
 def first_holders(by_rank: list[list[Part]]) -> list[list[Part]]:
     """Per rank, the parts that no lower rank holds."""
     seen: set[tuple[tuple[str, ...], int]] = set()
@@ -112,7 +123,7 @@ def as_bytes(tensors: list[Tensor]) -> Tensor:
 def receive(parts: list[Part], source: int, device: torch.device) -> list[Tensor]:
     buffer = torch.empty(sum(p.nbytes for p in parts), dtype=torch.uint8, device=device)
     dist.recv(buffer, src=source)
-    pieces = buffer.cpu().split([p.nbytes for p in parts])
+    pieces = buffer.split([p.nbytes for p in parts])
     # .clone(): a slice may start at an address the wider dtype cannot view.
     return [
         piece.clone().view(p.dtype).view(p.shape) for piece, p in zip(pieces, parts, strict=True)

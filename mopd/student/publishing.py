@@ -19,7 +19,7 @@ from mopd.errors import ModelError
 from mopd.kernels.word_sums import word_sum
 from mopd.student.exchange import Plan
 from mopd.student.files import Manifest, safetensors_header
-from mopd.student.weights import ShardedWeights
+from mopd.student.weights import BUCKET_BYTES, ShardedWeights
 
 
 class Publisher:
@@ -70,12 +70,25 @@ class Publisher:
         self._weights.write(self._tensors, path, durable=False)
         return self.word_sums()
 
-    def stream(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) on rank 0, nothing elsewhere; in `manifest`'s order.
+    def stream(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor on the ranks' device) on rank 0, nothing elsewhere; in
+        `manifest`'s order.
 
         Every rank must exhaust it. Rank 0 holds a bucket of whole tensors at a time.
         """
-        return self._weights.stream(self._tensors, bucket_bytes)
+        return self._weights.stream(self._tensors, bucket_bytes, to_cpu=False)
+
+    def everywhere(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, Tensor]]:
+        """The same on every rank: for engines that share each rank's device."""
+        device = next(iter(self._tensors.values())).device
+        for names, found in self._weights.buckets(self._tensors, bucket_bytes, to_cpu=False):
+            for name in names:
+                dtype, shape = self.manifest[name]
+                tensor = next(found, None)  # on rank 0
+                if tensor is None:
+                    tensor = torch.empty(shape, dtype=dtype, device=device)
+                dist.broadcast(tensor, src=0)
+                yield name, tensor
 
     def _views(self, full: Callable[[str], Tensor]) -> list[tuple[str, Tensor, Tensor]]:
         """(name, view of this rank's parameter, view of the whole tensor) of everything that this

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from mopd.errors import ModelError
-from mopd.student.exchange import Part, Plan, as_bytes, first_holders, receive
+from mopd.student.exchange import Part, Plan, as_bytes, first_holders, joined, receive
 from mopd.student.families.base import Slot
 from mopd.student.files import TensorWriter
 
@@ -200,38 +200,52 @@ class ShardedWeights:
         return {name: shape for name, (_, shape) in manifest.items()}
 
     def stream(
-        self, tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES
+        self,
+        tensors: Mapping[str, Tensor],
+        bucket_bytes: int = BUCKET_BYTES,
+        to_cpu: bool = True,
     ) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole CPU tensor), on rank 0; nothing elsewhere. Every rank must
-        exhaust it, without other collectives in between.
+        """(Hugging Face name, whole tensor), on rank 0; nothing elsewhere. Every rank must exhaust
+        it, without other collectives in between.
+
+        to_cpu: else the tensors stay on the ranks' device.
 
         Each part travels once, from the first rank that holds it, in one message a rank and
         bucket, so that rank 0 holds no more than a bucket of whole tensors at a time.
         """
+        for names, found in self.buckets(tensors, bucket_bytes, to_cpu):
+            if dist.get_rank() == 0:
+                yield from zip(names, found, strict=True)
+
+    def buckets(
+        self, tensors: Mapping[str, Tensor], bucket_bytes: int, to_cpu: bool
+    ) -> Iterator[tuple[list[str], Iterator[Tensor]]]:
+        """The names of each bucket's whole tensors, and on rank 0 the tensors, to be taken before
+        the next bucket is asked for. Every rank must exhaust it; between two buckets the ranks may
+        do other collectives."""
         plan = self.plan(tensors)
         rank = dist.get_rank()
         local = {part.key: tensors[name] for name, part in plan.mine.items()}
         for bucket in plan.buckets(bucket_bytes):
+            names = [name for part in bucket.tensors for name in part.hf]
             if rank != 0:
                 parts = bucket.owned[rank]
                 if parts:
                     dist.send(as_bytes([local[part.key] for part in parts]), dst=0)
+                yield names, iter(())
                 continue
             shards: dict[tuple[str, ...], dict[int, Tensor]] = {}
             for source, parts in enumerate(bucket.owned):
                 if source == 0:
-                    values = [local[part.key].detach().cpu() for part in parts]
+                    values = [local[part.key].detach() for part in parts]
                 else:
                     device = next(iter(tensors.values())).device
                     values = receive(parts, source, device) if parts else []
+                if to_cpu:
+                    values = [value.cpu() for value in values]
                 for part, value in zip(parts, values, strict=True):
                     shards.setdefault(part.hf, {})[part.shard[0]] = value
-            for part in bucket.tensors:
-                found = shards.pop(part.hf)
-                assert len(found) == part.shard[1], (part.hf, sorted(found))
-                joined = part.packing.join([found[i] for i in range(part.shard[1])])
-                # .clone(): what is handed out must not change with the next step.
-                yield from zip(part.hf, (t.clone().contiguous() for t in joined), strict=True)
+            yield names, joined(bucket, shards)
 
     def manifest(
         self, tensors: Mapping[str, Tensor]

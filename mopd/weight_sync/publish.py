@@ -2,7 +2,8 @@
 
 With `shared_memory` the file lies in memory and stays: every rank writes its own part of it in
 place, and on one machine no byte touches a disk. With `file` each version is a new one, which rank
-0 writes in a folder that all machines see.
+0 writes in a folder that all machines see. `nccl` and `ipc` have no file: the ranks send to the
+engines (`mopd.rollout.transfer`).
 
 Proof, at every sync: names and shapes are checked by the receiver before anything is loaded;
 fingerprints of each tensor, which the ranks make of what they train and the engines of what they
@@ -21,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mopd.config.schema import DEVICE_TRANSPORTS
 from mopd.errors import WeightSyncError
 from mopd.protocols import Sequences, Student, WeightReceiver
 
@@ -122,7 +124,9 @@ class VerifiedWeightSync:
             self._file.unlink(missing_ok=True)
             self._file = None
 
-    def _path(self, version: int) -> Path:
+    def _path(self, version: int) -> Path | None:
+        if self._transport in DEVICE_TRANSPORTS:
+            return None
         kept = self._transport == "shared_memory"
         name = f"mopd-weights-{os.getpid()}-{'shared' if kept else version}.safetensors"
         self._file = self._directory / name

@@ -273,6 +273,42 @@ def test_what_is_fine(loaded: Load, checkpoint: Callable[..., None], overrides: 
     assert check_config(loaded(*overrides)) == []
 
 
+def gpus(each: float) -> list[str]:
+    return [f"student.gpus_per_rank={each}", f"rollout.gpus_per_engine={each}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["weight_sync.transport=nccl"], "gpus_per_rank is 0 and rollout.gpus_per_engine 0"),
+        (["weight_sync.transport=ipc", "student.gpus_per_rank=0.5"], "on a CPU take shared_memory"),
+        (
+            ["weight_sync.transport=nccl", *gpus(0.5)],
+            "NCCL cannot join two processes on one GPU",
+        ),
+        (["weight_sync.transport=ipc", *gpus(1)], "which shares none"),
+        (["weight_sync.transport=file"], "needs weight_sync.directory"),
+        (["weight_sync.directory=."], "is of transport file; shared_memory has no folder"),
+        (["weight_sync.transport=file", "weight_sync.directory=gone"], "gone is no folder"),
+        (["weight_sync.transport=rdma"], "not one of shared_memory, file, nccl, ipc"),
+    ],
+)
+def test_how_weights_travel(loaded: Load, overrides: list[str], says: str) -> None:
+    assert says in only(check_config(loaded(*overrides)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["weight_sync.transport=file", "weight_sync.directory=."],
+        ["weight_sync.transport=nccl", "student.gpus_per_rank=1", "rollout.gpus_per_engine=1"],
+        ["weight_sync.transport=ipc", "student.gpus_per_rank=0.5", "rollout.gpus_per_engine=0.5"],
+    ],
+)
+def test_ways_for_weights_that_fit(loaded: Load, overrides: list[str]) -> None:
+    assert check_config(loaded(*overrides)) == []
+
+
 def test_no_domains_at_all(loaded: Load) -> None:
     config = loaded()
     config.domains = {}
@@ -344,6 +380,7 @@ def test_hub_names(
         (["domains.math.held_out=0"], "domains.math.held_out is 0"),
         (["teachers.math_rl.tensor_parallel_size=2"], "tensor_parallel_size is 2 with gpus 0"),
         (["student.dtype=bfloat16"], "weight_sync.max_logprob_error"),
+        (["ray.address=auto"], "every rank and engine must be on one machine"),
     ],
 )
 def test_warnings(loaded: Load, overrides: list[str], says: str) -> None:
