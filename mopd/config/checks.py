@@ -143,7 +143,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "pause_s": _NOT_NEGATIVE,
     },
     PromptsConfig: {"size": _COUNT, "seed": _SEED, "fewshot": _NOT_NEGATIVE},
-    VerifierConfig: {"timeout_s": _POSITIVE},
+    VerifierConfig: {"timeout_s": _POSITIVE, "memory_gib": Range(0.5)},
     DomainConfig: {"held_out": _NOT_NEGATIVE, "alpha": _NOT_NEGATIVE, "weight": _NOT_NEGATIVE},
     ObjectiveConfig: {"constant_length": _POSITIVE},
     TeacherSignalConfig: {
@@ -603,7 +603,12 @@ def _verifier(domain: DomainConfig, key: str) -> Iterator[str]:
     if (verifier.name is None) == (verifier.target is None):
         got = "neither" if verifier.name is None else "both"
         yield f"{key}.verifier needs either name or target (package.module:function), got {got}"
-    elif verifier.target is not None and not _TARGET.match(verifier.target):
+        return
+    defaults = VerifierConfig()
+    for field in ("memory_gib", "network"):
+        if verifier.target is None and getattr(verifier, field) != getattr(defaults, field):
+            yield f"{key}.verifier.{field} bounds code of yours (target); {verifier.name} is ours"
+    if verifier.target is not None and not _TARGET.match(verifier.target):
         yield (
             f"{key}.verifier.target: {verifier.target!r} is not of the form package.module:function"
         )

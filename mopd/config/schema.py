@@ -149,6 +149,8 @@ class VerifierConfig:
     target: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 10.0
+    memory_gib: float = 4.0  # of target's process, and of each that it starts
+    network: bool = False  # whether target's process may use it
 
 
 @dataclass
