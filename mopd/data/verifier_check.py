@@ -7,31 +7,19 @@ reasoning-gym's scorers are asked here, which saves a process a domain.
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 
 from mopd.config.schema import DomainConfig
 from mopd.config.wording import listed
+from mopd.data.verifier_process import NoVerdict, VerifierProcess, named
 from mopd.data.verifiers import VerifierError, build_verifier
 from mopd.errors import ConfigError
 from mopd.types import Prompt, Verdict
-
-START_S = 60.0
-"""What importing a verifier may take, on top of its own timeout; seconds."""
 
 _ASKED_HERE = ("exact_match", "reasoning_gym")
 _NONSENSE = ("", "mopd-wrong-answer")
 
 Judge = Callable[[Prompt, str], Verdict]
-
-
-class NoVerdict(VerifierError):
-    """The verifier's process has ended or did not answer in time: asking on is of no use."""
 
 
 def check_verifiers(
@@ -114,106 +102,6 @@ def _try(judge: Judge, prompt: Prompt, answer: str, problems: _Problems | None) 
         raise
     except Exception as error:  # whatever a user's verifier raises is what we want to show
         if problems is not None:
-            what = str(error) if isinstance(error, VerifierError) else _named(error)
+            what = str(error) if isinstance(error, VerifierError) else named(error)
             problems.add(what.partition(":")[0], f"{prompt.id}: answer {answer!r}: {what}")
         return None
-
-
-class VerifierProcess:
-    """One domain's verifier in a process of its own; a `Judge` with a deadline, and a context."""
-
-    def __init__(self, domain: str, config: DomainConfig) -> None:
-        """Start it. ConfigError (naming the domain) if the verifier cannot be built there."""
-        assert config.verifier is not None
-        self._where = f"domains.{domain}.verifier"
-        self._limit_s = config.verifier.timeout_s
-        self._pipe, theirs = Pipe()
-        root = str(Path(__file__).resolve().parents[2])  # found from any working directory
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "mopd.data.verifier_check", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
-                start_new_session=True,  # so that what it starts can be ended with it
-            )
-        try:
-            fault = self._ask((domain, config), START_S + self._limit_s, "while being imported")
-            if fault is not None:
-                raise ConfigError(fault)
-        except NoVerdict as error:
-            self.close()
-            raise ConfigError(f"{self._where}: {error}") from None
-        except BaseException:
-            self.close()
-            raise
-
-    def __call__(self, prompt: Prompt, answer: str) -> Verdict:
-        """Raises VerifierError with what the verifier raised, NoVerdict if it gave no answer."""
-        verdict = self._ask((prompt, answer), self._limit_s, f"for {prompt.id}, answer {answer!r}")
-        if isinstance(verdict, str):
-            raise VerifierError(verdict)
-        assert isinstance(verdict, Verdict)
-        return verdict
-
-    def _ask(self, message: object, limit_s: float, doing: str) -> object:
-        try:
-            self._pipe.send(message)
-            if not self._pipe.poll(limit_s):
-                raise NoVerdict(
-                    f"it gave no answer {doing} within {limit_s:g} s; raise {self._where}.timeout_s"
-                    f" ({self._limit_s:g}) if it needs longer"
-                )
-            return self._pipe.recv()
-        except (EOFError, ConnectionError):
-            try:
-                code = self._process.wait(timeout=5)
-            except subprocess.TimeoutExpired:  # it has closed the pipe, and lives
-                raise NoVerdict(f"it closed its pipe to mopd {doing}") from None
-            raise NoVerdict(f"its process ended {doing} (exit code {code})") from None
-
-    def close(self) -> None:
-        """End it and everything it started."""
-        self._pipe.close()
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
-
-    def __enter__(self) -> VerifierProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _serve(pipe: Connection) -> None:
-    """The child: builds one verifier, then answers (prompt, answer) until the pipe closes."""
-    domain, config = pipe.recv()
-    try:
-        verifier = build_verifier(config.verifier, domain, config.prompts)
-        assert verifier is not None
-    except ConfigError as error:
-        pipe.send(str(error))
-        return
-    pipe.send(None)
-    while True:
-        try:
-            prompt, answer = pipe.recv()
-        except EOFError:
-            return
-        try:
-            outcome: Verdict | str = verifier(prompt, answer)
-        except (Exception, SystemExit) as error:  # sys.exit() in it must not look like an end
-            outcome = _named(error)
-        pipe.send(outcome)
-
-
-def _named(error: BaseException) -> str:
-    return str(error) if isinstance(error, VerifierError) else f"{type(error).__name__}: {error}"
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))

@@ -12,6 +12,7 @@ from pathlib import Path
 import ray
 
 from mopd.config.schema import DomainConfig
+from mopd.data.verifier_process import START_S, LastingVerifier, NoVerdict, named
 from mopd.data.verifiers import build_verifier
 from mopd.protocols import VerifierFailed
 from mopd.runtime.logs import write_output_to
@@ -33,8 +34,11 @@ class JudgeActor:
         write_output_to(log)
         os.chdir(working_directory)  # a user's `package.module:function` is found from there
         sys.path.insert(0, working_directory)
+        # A user's code runs in a further process, which has no network; this one needs Ray's.
         self._verifiers = {
-            name: build_verifier(domain.verifier, name, domain.prompts)
+            name: LastingVerifier(name, domain)
+            if domain.verifier.target is not None
+            else build_verifier(domain.verifier, name, domain.prompts)
             for name, domain in domains.items()
             if domain.verifier is not None
         }
@@ -51,9 +55,11 @@ class JudgeActor:
             try:
                 assert verifier is not None
                 outcome: Verdict | VerifierFailed = verifier(prompt, answer)
+            except NoVerdict as error:
+                outcome = VerifierFailed(error.cause)
             except (Exception, SystemExit) as error:  # sys.exit() would end this worker
                 # A verifier that could not judge has not judged: this is never a wrong answer.
-                outcome = VerifierFailed(f"{type(error).__name__}: {error}"[:200])
+                outcome = VerifierFailed(named(error)[:200])
             chunk.append((sample_id, outcome))
             if time.monotonic() - sent >= _CHUNK_S:
                 yield chunk
@@ -119,7 +125,8 @@ class JudgePool:
     def _timeout(self, domain: str) -> float:
         verifier = self._domains[domain].verifier
         assert verifier is not None
-        return verifier.timeout_s
+        # A user's may have to be started first, in the process that has the deadline.
+        return verifier.timeout_s + (0.0 if verifier.target is None else START_S)
 
     async def _run(
         self, items: Sequence[tuple[str, Prompt, str]]

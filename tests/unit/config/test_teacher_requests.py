@@ -42,3 +42,19 @@ def test_the_keys_reach_the_client() -> None:
     assert client._cache._max_bytes == 2 << 20
     plain = client_of("t", TeacherConfig(), [Endpoint("http://a")])
     assert plain._hedge_after_s is None and plain._cache is None
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        (
+            "network=true",
+            "domains.math.verifier.network bounds code of yours (target); exact_match",
+        ),
+        ("memory_gib=8", "domains.math.verifier.memory_gib bounds code of yours"),
+        ("memory_gib=0.1", "domains.math.verifier.memory_gib must be at least 0.5"),
+    ],
+)
+def test_bounds_of_a_verifier_that_has_none(loaded: Load, override: str, says: str) -> None:
+    problems = check_config(loaded(f"domains.math.verifier.{override}"))
+    assert any(says in problem for problem in problems)
