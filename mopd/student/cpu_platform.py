@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mopd.student.local_ops import rotate
+
 _installed = False
 
 
@@ -150,21 +152,69 @@ def _rotate(
     multi_latent_attention: bool = False,
     mscale: float = 1.0,
 ) -> torch.Tensor:
-    """Stand-in for Megatron's unfused rotary embedding, with half its passes over memory.
+    """Stand-in for Megatron's unfused rotary embedding, with a quarter of its passes over memory.
 
     `t`: [S, ..., D], pairs (i, i + D/2), or (2i, 2i + 1) in latent attention; `freqs`: [S, ..., D],
     the angles, the same in both halves. The products and sums are Megatron's.
     """
     assert not rotary_interleaved
-    width = freqs.shape[-1]
-    rotated, rest = t[..., :width], t[..., width:]
-    if multi_latent_attention:
-        x1, x2 = rotated[..., 0::2], rotated[..., 1::2]
-    else:
-        x1, x2 = rotated.chunk(2, -1)
-    angle = freqs[..., : width // 2]
-    cos, sin = (angle.cos() * mscale).to(t.dtype), (angle.sin() * mscale).to(t.dtype)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), -1)
+    cos, sin = _cos_sin(freqs, None, mscale, t.dtype)
+    return rotate(t, cos, sin, interleaved=multi_latent_attention)
+
+
+def _rotate_packed(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+) -> torch.Tensor:
+    """The same for sequences that lie end to end: `t` [T, H, D], `cu_seqlens` where each starts."""
+    assert not rotary_interleaved
+    cos, sin = _cos_sin(freqs, cu_seqlens, mscale, t.dtype)
+    turned = rotate(t.unsqueeze(1), cos, sin, interleaved=multi_latent_attention)
+    return turned.squeeze(1)
+
+
+def _cos_sin(
+    freqs: torch.Tensor, cu_seqlens: torch.Tensor | None, mscale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, ..., D/2] each, kept with `freqs`: every layer of a forward asks for the same, twice."""
+    kept = getattr(freqs, "_mopd_cos_sin", None)
+    if kept is not None and kept[0] is cu_seqlens and kept[1] == (mscale, dtype):
+        return kept[2]  # type: ignore[no-any-return]
+    angle = freqs[..., : freqs.shape[-1] // 2]
+    cos, sin = (angle.cos() * mscale).to(dtype), (angle.sin() * mscale).to(dtype)
+    if cu_seqlens is not None:
+        starts = cu_seqlens[:-1].long()
+        place = torch.arange(int(cu_seqlens[-1]))
+        place -= starts.repeat_interleave(cu_seqlens.diff().long())
+        cos, sin = cos.index_select(0, place), sin.index_select(0, place)
+    freqs._mopd_cos_sin = (cu_seqlens, (mscale, dtype), (cos, sin))  # type: ignore[attr-defined]
+    return cos, sin
+
+
+def _sort_chunks(
+    input: torch.Tensor,
+    split_sizes: torch.Tensor,
+    sorted_idxs: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    fused: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Stand-in for Megatron's sorting of chunks, which copies everything even where they are in
+    order, as they are without expert parallelism."""
+    order = sorted_idxs.tolist()
+    if order == list(range(len(order))):
+        return input, probs
+    sizes = split_sizes.tolist()
+
+    def sort(x: torch.Tensor) -> torch.Tensor:
+        chunks = x.split(sizes)
+        return torch.cat([chunks[i] for i in order])
+
+    return sort(input), None if probs is None else sort(probs)
 
 
 def install() -> bool:
@@ -204,8 +254,10 @@ def install() -> bool:
     mappings._gather_along_first_dim = _gather_for_gloo
     mappings._reduce_scatter_along_first_dim = _reduce_scatter_for_gloo
     rope_utils._apply_rotary_pos_emb_bshd = _rotate
+    rope_utils._apply_rotary_pos_emb_thd = _rotate_packed
     schedules.torch = _TorchForSchedules("torch")
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes_for_gloo
+    token_dispatcher.sort_chunks_by_idxs = _sort_chunks
     _installed = True
     return True
 

@@ -15,6 +15,7 @@ from mopd.errors import ConfigError
 from mopd.student import cpu_platform
 from mopd.student.attention import SelfAttentionCore
 from mopd.student.families.base import Family, Slot
+from mopd.student.local_ops import rms_norm
 from mopd.student.packing import Whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,7 +45,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def use_transformer_engine() -> bool:
@@ -113,6 +114,9 @@ def transformer_config(family: Family, config: StudentConfig) -> Any:
 def _layer_spec(megatron: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    from mopd.student.local_experts import LocalExperts
 
     fused = use_transformer_engine()
     spec = get_gpt_decoder_block_spec(
@@ -132,6 +136,9 @@ def _layer_spec(megatron: Any) -> Any:
             ):
                 if getattr(holder, name, IdentityOp) is not IdentityOp:
                     setattr(holder, name, RMSNorm)
+            experts = getattr(layer.submodules.mlp.submodules, "experts", None)
+            if experts is not None and experts.module is SequentialMLP:
+                experts.module = LocalExperts
     return spec
 
 
