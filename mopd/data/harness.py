@@ -12,7 +12,9 @@ Imports lm_eval only when such a task is really asked for; it is not a dependenc
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,7 +86,8 @@ def _load(name: str, folder: str | None, fewshot: int | None, where: str) -> Any
             f"{at}: {name!r} is {kind} of the harness{hint or nearest(name, manager.all_subtasks)}"
         )
     try:
-        task = manager.load([name])["tasks"][name]
+        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars; faults are raised
+            task = manager.load([name])["tasks"][name]
     except Exception as error:  # datasets and task code raise what they like
         raise ConfigError(
             f"{at}: {name!r} cannot be loaded: {type(error).__name__}: {error}; its data must be "
@@ -144,11 +147,12 @@ def harness_items(task: Any, *, chat: bool) -> list[HarnessItem]:
     # The sampler is drawn from document by document: seeded anew, so that the prompts are the
     # same in every process that makes them.
     task.set_fewshot_seed(FEWSHOT_SEED)
-    task.build_all_requests(
-        apply_chat_template=chat,
-        fewshot_as_multiturn=chat,
-        chat_template=_as_messages if chat else None,
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
+        task.build_all_requests(
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            chat_template=_as_messages if chat else None,
+        )
     generation = task.get_config("generation_kwargs") or {}
     until = generation.get("until") or []
     about = {
@@ -187,8 +191,9 @@ def _as_messages(messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
     return json.dumps([dict(message) for message in messages])
 
 
-def generation_notes(task: Any, where: str) -> list[str]:
+def generation_notes(task: Any) -> list[str]:
     """What the task says of how answers are made, and is done otherwise here."""
+    where = f"lm_eval {task.get_config('task')}"
     generation = dict(task.get_config("generation_kwargs") or {})
     tokens = generation.get("max_gen_toks", DEFAULT_TOKENS)
     notes = [

@@ -214,7 +214,7 @@ def _from_harness(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: s
         places[prompt_id] = f"lm_eval {cfg.prompts.lm_eval} document {item.number}"
         metadata = {**item.metadata, "question": item.question}
         made.append(Prompt(prompt_id, name, text, ids, item.answer, metadata, stop=item.stop))
-    return _domain(name, made, [], places, generation_notes(task, where))
+    return _domain(name, made, [], places, generation_notes(task))
 
 
 def _task_difficulties(
