@@ -29,7 +29,7 @@ _ERRORS_SHOWN = 4
 _ERROR_LINE = re.compile(r"(?:^|[\s\]])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .+)")
 _RESERVED = {
     "model", "host", "port", "served_model_name", "dtype", "max_model_len",
-    "kv_cache_memory_bytes", "tensor_parallel_size", "uds", "worker_extension_cls",
+    "kv_cache_memory_bytes", "tensor_parallel_size", "uds", "worker_extension_cls", "api_key",
 }  # fmt: skip
 
 
@@ -317,6 +317,8 @@ class ServerProcess:
 _FOREIGN_ENV = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "RAY_ADDRESS", "RAY_JOB_ID", "RAY_RAYLET_PID", "TRITON_INTERPRET",
+    # Routes that call anything in the worker, and pickle between vLLM's processes.
+    "VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION",
 }  # fmt: skip
 
 # glibc would hand every activation of a few MB back to the kernel and fault it in again; keeping

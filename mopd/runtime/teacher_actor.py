@@ -10,8 +10,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from mopd.config.model_files import hub_cache_folder
 from mopd.config.schema import TeacherConfig
+from mopd.runtime.cluster import LOOPBACK
 from mopd_teachers.client import TeacherClient
+from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.replica import Endpoint
 from mopd_teachers.server import ServerProcess, ServerSpec
 
@@ -22,7 +25,7 @@ def server_spec(name: str, config: TeacherConfig, *, host: str, api_key: str | N
     return ServerSpec(
         name=name,
         model_path=config.model,
-        revision=config.revision,
+        revision=pinned_revision(config),
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         kv_cache_gib=config.kv_cache_gib if config.kv_cache_gib > 0 else None,
@@ -32,6 +35,18 @@ def server_spec(name: str, config: TeacherConfig, *, host: str, api_key: str | N
         host=host,
         api_key=api_key,
     )
+
+
+def pinned_revision(config: TeacherConfig) -> str | None:
+    """The very commit of a hub model that this machine's cache has for it; None for a folder, or
+    for what runs elsewhere.
+
+    A server that is restarted, or added later, then has it, too, whatever was fetched meanwhile.
+    """
+    if config.model is None or config.endpoints or Path(config.model).is_dir():
+        return None
+    cached = hub_cache_folder(config.model, config.revision)
+    return config.revision if cached is None else cached.name
 
 
 def client_of(name: str, config: TeacherConfig, endpoints: Sequence[Endpoint]) -> TeacherClient:
@@ -83,17 +98,44 @@ class TeacherActor:
             self._server.stop()
 
 
+def _on_loopback() -> bool:
+    """Whether this run started Ray for itself (see `mopd.runtime.cluster`)."""
+    return bool(ray.util.get_node_ip_address() == LOOPBACK)
+
+
+def _require_room(name: str, cpus: float, gpus: float) -> None:
+    """Ray would wait for ever for what is not there."""
+    free = ray.available_resources()
+    have = {kind: free.get(kind, 0.0) for kind in ("CPU", "GPU")}
+    if have["CPU"] < cpus or have["GPU"] < gpus:
+        raise ServerError(
+            f"teacher {name!r}: one more server needs {cpus:g} CPUs and {gpus:g} GPUs, and "
+            f"{have['CPU']:g} and {have['GPU']:g} are free in Ray; start it elsewhere and give its "
+            "URL (--endpoint)"
+        )
+
+
 class ManagedReplica:
     """One server that this run started: its actor and how to start it again."""
 
-    def __init__(self, config: TeacherConfig, spec: ServerSpec, log: Path):
+    def __init__(
+        self, config: TeacherConfig, spec: ServerSpec, log: Path, *, late: bool = False
+    ) -> None:
+        """`late`: beyond what the run reserved at its start. On one machine, where all take turns
+        on the cores, it takes its turn, too; a cluster must have room for it.
+
+        Raises TeacherError (of mopd_teachers) where that room is not there.
+        """
         self._config, self._spec, self._log = config, spec, log
+        self._cpus = 0 if late and _on_loopback() else config.threads
+        if late:
+            _require_room(spec.name, self._cpus, config.gpus)
         self._actor = self._new_actor()
 
     def _new_actor(self) -> Any:
         return TeacherActor.options(  # type: ignore[attr-defined]
             # Two calls at a time: `stop` must not wait behind a `start` that takes minutes.
-            num_cpus=self._config.threads,
+            num_cpus=self._cpus,
             num_gpus=self._config.gpus,
             max_concurrency=2,
         ).remote(self._spec, self._log)

@@ -261,7 +261,8 @@ class TeacherFleet:
 
         def start() -> ManagedReplica:
             spec = server_spec(keeper.name, config, host=self._host, api_key=key)
-            replica = ManagedReplica(config, spec, self._log(keeper.name, len(keeper.managed)))
+            log = self._log(keeper.name, len(keeper.managed))
+            replica = ManagedReplica(config, spec, log, late=True)
             self._starting.append(replica)
             return replica
 

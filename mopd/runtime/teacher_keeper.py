@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mopd.config.schema import TeacherConfig
-from mopd.runtime.teacher_actor import ManagedReplica
+from mopd.runtime.teacher_actor import ManagedReplica, pinned_revision
 from mopd_teachers.client import TeacherClient, is_servers_fault
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.replica import FAILURES_TO_REST, Endpoint
@@ -44,6 +44,7 @@ class TeacherKeeper:
         self.managed: list[ManagedReplica | None] = list(managed) or [None] * len(client.servers)
         """The owner of each of the client's servers; None for one that is not ours."""
         self._note = note
+        self._revision = pinned_revision(config)
         self._mending: asyncio.Lock | None = None
         self._mended = 0  # how often something that had failed was put right
         self._given_up = False
@@ -126,9 +127,10 @@ class TeacherKeeper:
     def row(self) -> dict[str, Any]:
         """For people and for files: who it is and how its servers do."""
         config = self.config
+        revision = self._revision or config.revision
         what = config.model or "whatever its servers serve"
-        if config.revision:
-            what += f" at {config.revision}"
+        if revision:
+            what += f" at {revision}"
         servers = [
             {
                 "url": server.url,
@@ -144,6 +146,8 @@ class TeacherKeeper:
         return {
             "name": self.name,
             "what": what,
+            "model": config.model,
+            "revision": revision,
             "servers": servers,
             "restarts": self.restarts,
             "paused_s": self.paused_s,
