@@ -94,6 +94,27 @@ def test_another_tokenizer_is_told_and_asked_in_its_own_tokens(
     assert {p.id for p in models[0].sets["backward"]} == own
 
 
+def test_another_chat_template_is_told_where_prompts_are_chats(folder: Path) -> None:
+    for name, model, end in (
+        ("chatty", "base", "A:"),
+        ("chatty_teacher", "teacher_backward", "Reply:"),
+    ):
+        shutil.copytree(ROOT / "demo/models" / model, folder / name)
+        template = "{% for m in messages %}{{ m.content }}{% endfor %}" + end
+        (folder / name / "chat_template.jinja").write_text(template)
+    overrides = [
+        "student.optimizer.warmup_steps=0",
+        f"student.model={folder}/chatty",
+        f"teachers.backward.model={folder}/chatty_teacher",
+    ]
+    chats = [*overrides, "domains.backward.prompts.chat=true"]
+    _, warnings = models_under_test(prepare(load_config([folder / "run.yaml"], chats)), None, {})
+    (told,) = warnings
+    assert told.startswith("teacher backward: its chat template is not the student's; on backward")
+    plain = prepare(load_config([folder / "run.yaml"], overrides))
+    assert models_under_test(plain, None, {})[1] == []
+
+
 @pytest.mark.parametrize(
     ("student", "others", "error", "said"),
     [
