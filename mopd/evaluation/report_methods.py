@@ -15,8 +15,8 @@ CLEAR = 0.05
 """p-value below which a lead is called clear."""
 
 METHOD_COLUMNS = (
-    "model", "trained tokens", "seconds of steps", "mean", "headroom captured [95%]",
-    "model − student [95%]", "only it right", "only student right", "p",
+    "model", "mean", "headroom captured [95%]", "model − student [95%]", "p", "right alone",
+    "trained tokens", "step seconds",
 )  # fmt: skip
 
 
@@ -33,18 +33,19 @@ def method_rows(run: RunFiles) -> list[tuple[str, ...]]:
         retention["mean_headroom_captured"], retention.get("mean_headroom_ci95")
     )
     rows: list[tuple[str, ...]] = [
-        ("student", *_training(run, "student"), number(means.get("student")), captured, *[""] * 4)
+        ("student", number(means.get("student")), captured, "", "", "", *_training(run, "student"))
     ]
     for name, entry in others.items():
         if name in seeds:
             continue
         captured = with_interval(entry["mean_headroom_captured"], entry.get("mean_headroom_ci95"))
         lead = entry.get("lead")
-        cells = ("", "", "", "")
+        cells = ("", "", "")
         if lead is not None:
             change = f"{lead['value']:+.3f} " + _interval(lead["ci95"])
-            cells = (change, str(lead["better"]), str(lead["worse"]), p_value(lead["p"]))
-        rows.append((name, *_training(run, name), number(entry["mean"]), captured, *cells))
+            alone = f"{lead['better']} / {lead['worse']}"
+            cells = (change, p_value(lead["p"]), alone)
+        rows.append((name, number(entry["mean"]), captured, *cells, *_training(run, name)))
     return rows
 
 
