@@ -57,6 +57,14 @@ class Rows:
     """(B, R), B counting sequences: one a row, or many in one row."""
     segments: tuple[int, ...] | None = None
     """Lengths of the sequences that lie end to end in the one row; None where each has its own."""
+    gathered: bool = False
+    """Whether the model's output has the response tokens alone, in order, instead of [B, S]."""
+
+    def output_place_N(self, width: int) -> Tensor:
+        """Row of each response token in the output, flattened to two dimensions; `width`: its S."""
+        if self.gathered:
+            return torch.arange(len(self.target_N), device=self.target_N.device)
+        return self.row_N * width + self.position_N
 
     def spread(self, values_N: Tensor) -> Tensor:
         """[N] values of response tokens -> [B, R], 0 elsewhere; differentiable."""

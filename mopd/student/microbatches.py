@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mopd.student import batching
 from mopd.student.attention import packed_sequences
+from mopd.student.output_head import ResponseRows
 from mopd.student.planning import MicrobatchPlan
 from mopd.student.routing import RoutingReplay
 from mopd.types import TrainSample
@@ -45,11 +46,12 @@ def run(
     pad_id: int,
     device: torch.device,
     replay: RoutingReplay | None,
+    head: ResponseRows | None,
 ) -> list[dict[str, Tensor]]:
     """What `on_logits` kept of each micro-batch of this rank; empty but on the last stage.
 
     Gradients add up in the buffers of `ddp`, Megatron's wrapper of the model. `replay`: send the
-    tokens of `samples` where their rollout sent them.
+    tokens of `samples` where their rollout sent them. `head`: leave it the response tokens.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -67,7 +69,7 @@ def run(
                 device,
             )
             known = tuple(None if i is None or samples is None else samples[i] for i in mine)
-            yield Microbatch(rows, known)
+            yield Microbatch(replace(rows, gathered=head is not None), known)
 
     def forward(iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
         batch = next(iterator)
@@ -75,6 +77,8 @@ def run(
         packed = packed_sequences(rows.segments, device) if rows.segments else None
         if replay is not None and samples is not None:
             replay.set(batch.samples, rows.input_ids_BS.shape[1], packing, device)
+        if head is not None:
+            head.rows = rows
         # No mask: attention is causal, and a padded token comes after every real one of its row.
         output = model(rows.input_ids_BS, rows.position_ids_BS, None, packed_seq_params=packed)
         return output, lambda logits_BSV: on_logits(batch, logits_BSV)
@@ -91,4 +95,6 @@ def run(
     )
     if replay is not None:
         replay.clear()
+    if head is not None:
+        head.rows = None
     return outputs

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mopd.student.batching import Rows
+
 
 def emit_hidden_states(model: Any) -> None:
     """Make the last pipeline stage return [B, S, H] hidden states, of the whole sequence.
@@ -47,6 +49,32 @@ def emit_float32_logits(model: Any) -> None:
         return forward(hidden.float(), weight=weight.float(), **named)
 
     layer.forward = in_float32
+
+
+class ResponseRows:
+    """The last layer, of the response tokens alone: a prompt's logits are nobody's.
+
+    Call after the other changes to the layer. Not with tensor parallelism, whose last layer first
+    puts the sequence together from the ranks' parts.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """Megatron's model of a last stage; off until `rows` is set, so that it gives all logits to
+        whoever calls it directly."""
+        self.rows: Rows | None = None
+        layer = model.output_layer
+        self._forward = layer.forward
+        layer.forward = self._select
+
+    def _select(self, hidden_SBH: Tensor, *arguments: Any, **named: Any) -> Any:
+        if self.rows is not None:
+            s, b, width = hidden_SBH.shape
+            place_N = self.rows.position_N * b + self.rows.row_N
+            if not len(place_N):  # a micro-batch of padding still has its backward pass
+                place_N = place_N.new_zeros(1)
+            # As [N, 1, H]: one row of N positions, which Megatron then puts batch first.
+            hidden_SBH = hidden_SBH.reshape(s * b, width).index_select(0, place_N).unsqueeze(1)
+        return self._forward(hidden_SBH, *arguments, **named)
 
 
 def head_weight(model: Any) -> Callable[[], Tensor]:

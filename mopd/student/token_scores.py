@@ -1,6 +1,7 @@
 """What the student says of the response tokens, from the last stage's output.
 
-The output is logits, or hidden states where the LM head is left to the loss (`head_weight`).
+The output is logits, or hidden states where the LM head is left to the loss (`head_weight`); of
+every position, or of the response tokens alone (`Rows.gathered`: then B is 1 and S is N).
 Legend: B rows, S positions, N response tokens, M = B * S, V columns of this rank's vocabulary
 shard, X = V or H, K candidates a position.
 """
@@ -72,7 +73,7 @@ class TokenScorer:
         place_N = _place(rows, output_BSX)
         if self._head_weight is not None:
             return fused_head_logprobs(
-                output_MX[place_N],
+                output_MX[: len(place_N)] if rows.gathered else output_MX[place_N],
                 self._head_weight(),
                 rows.target_N,
                 return_entropy=True,
@@ -80,8 +81,8 @@ class TokenScorer:
                 reduce_hidden_grad=False,  # Megatron's gather of the sequence does
                 **options,
             )
-        # Every position in place, the prompts' ignored: selecting the response rows first would
-        # copy them, and its backward would make a second tensor as large as the logits.
+        # Every row in place, the prompts' ignored where there are any: selecting the response rows
+        # of the logits would copy them, and its backward would make a second tensor as large.
         target_M = torch.full((len(output_MX),), IGNORE, device=output_MX.device)
         target_M[place_N] = rows.target_N
         logprobs_M, entropy_M = gathered_logprobs(
@@ -189,7 +190,7 @@ def _beta(teacher: TeacherSignalConfig) -> float | None:
 
 def _place(rows: Rows, output_BSX: Tensor) -> Tensor:
     """[N] row of each response token in the flattened [M, X] output."""
-    return rows.row_N * output_BSX.shape[1] + rows.position_N
+    return rows.output_place_N(output_BSX.shape[1])
 
 
 def _in_place(rows: Rows, values_NK: Tensor, output_BSX: Tensor, filling: float) -> Tensor:

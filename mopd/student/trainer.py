@@ -185,6 +185,11 @@ class StudentRank:
             output_head.emit_hidden_states(self.model)
         elif self._last_stage and config.fp32_head:
             output_head.emit_float32_logits(self.model)
+        self._response_rows = (
+            output_head.ResponseRows(self.model)
+            if self._last_stage and config.parallel.tp == 1
+            else None
+        )
         teachers = None
         if self._last_stage and self.objective.teacher.signal == "full":
             teachers = TeacherModels(
@@ -351,6 +356,7 @@ class StudentRank:
             pad_id=self.pad_id,
             device=self.device,
             replay=self._replay,
+            head=self._response_rows,
         )
 
     # -- reading ------------------------------------------------------------------------------
