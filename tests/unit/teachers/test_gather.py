@@ -53,6 +53,23 @@ def test_the_likeliest_are_those_of_torch(k: int) -> None:
     assert likeliest(torch.full((1, 9), -2.0), 4)[1].tolist() == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("rounding", [None, 4.0, 1.0])
+@pytest.mark.parametrize(("vocabulary", "k"), [(5003, 1), (5003, 20), (49_152, 64), (4099, 1024)])
+def test_the_likeliest_of_large_vocabularies(vocabulary: int, k: int, rounding: float) -> None:
+    """Also with many equal ones at the edge, as half precision makes them."""
+    torch.manual_seed(2)
+    logits = 3 * torch.randn(12, vocabulary)
+    if rounding is not None:
+        logits = (logits * rounding).round() / rounding
+    logits[0] = 0.0
+    logits[1, -1] = 50.0  # past the last whole group
+    logprobs = logits.log_softmax(-1)
+    values, ids = likeliest(logprobs, k)
+    # A stable sort keeps equal ones in the order of their ids.
+    want = logprobs.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, want.values[:, :k]) and torch.equal(ids, want.indices[:, :k])
+
+
 MEASURE = """
 import sys, torch
 from mopd_teachers.gather import scored
