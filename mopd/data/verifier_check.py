@@ -40,7 +40,22 @@ def check_verifiers(
             self_check(verifier, prompts[name], name)
         else:
             with VerifierProcess(name, domain) as process:
-                self_check(process, prompts[name], name)
+                # A target of lm-evaluation-harness need be no answer that its own filter takes
+                # ("18", where "#### 18" is looked for), nor nonsense wrong ("write no comma").
+                check = can_judge if domain.verifier.name == "lm_eval" else self_check
+                check(process, prompts[name], name)
+
+
+def can_judge(judge: Judge, prompts: Sequence[Prompt], domain: str, *, sample: int = 8) -> None:
+    """ConfigError unless `judge` gives verdicts, whatever they are, on up to `sample` prompts."""
+    problems = _Problems()
+    try:
+        for prompt in prompts[:: max(1, len(prompts) // sample)][:sample]:
+            _try(judge, prompt, prompt.answer or "", problems)
+    except NoVerdict as error:
+        problems.add("no verdict", str(error))
+    if texts := problems.texts():
+        raise ConfigError(listed(f"domains.{domain}.verifier does not do its work", texts))
 
 
 def self_check(judge: Judge, prompts: Sequence[Prompt], domain: str, *, sample: int = 8) -> None:

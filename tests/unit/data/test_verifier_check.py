@@ -10,9 +10,9 @@ import pytest
 
 from mopd.config.schema import DomainConfig, PromptsConfig, VerifierConfig
 from mopd.data.tasks import make_items
-from mopd.data.verifier_check import check_verifiers
+from mopd.data.verifier_check import can_judge, check_verifiers
 from mopd.errors import ConfigError
-from mopd.types import Prompt
+from mopd.types import Prompt, Verdict
 
 TASK = PromptsConfig(task="spell_backward", params={"min_word_len": 4, "max_word_len": 6}, size=20)
 NUMBERS = [Prompt(f"d/{n:05d}", "d", "q", (1,), str(n)) for n in range(10)]
@@ -100,3 +100,18 @@ def test_what_cannot_be_built_is_named(module: str, target: str, says: str) -> N
         check(VerifierConfig(target=target.format(module=module)))
     assert "domains.code.verifier" in str(error.value)
     assert says.format(module=module) in str(error.value)
+
+
+def test_a_harness_need_only_be_able_to_judge() -> None:
+    asked: list[str] = []
+
+    def judge(prompt: Prompt, answer: str) -> Verdict:
+        asked.append(answer)
+        if answer == "3":
+            raise RuntimeError("no such field")
+        return Verdict(False, 0.0)
+
+    can_judge(judge, NUMBERS[:3], "d")
+    assert asked == ["0", "1", "2"]  # wrong of every reference, which is no fault here
+    with pytest.raises(ConfigError, match="d/00003: answer '3': RuntimeError: no such field"):
+        can_judge(judge, NUMBERS[:5], "d")
