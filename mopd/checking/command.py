@@ -11,15 +11,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mopd.build import Prepared, placement_lines, prepare, teacher_folders
 from mopd.checking.estimates import disk_rows, memory_rows
 from mopd.checking.rows import FAILED, OK, WARNING, Row, as_json, is_good
 from mopd.config.load import load_config
+from mopd.config.schema import Config
+from mopd.config.teachers import members_of
 from mopd.errors import MopdError
 from mopd.weight_sync.publish import transfer_directory
+
+
+_ANOTHER_TEMPLATE = (
+    "is not the student's, by which its prompts are written: its scores may be those of a form that "
+    "it does not know"
+)
 
 
 def check_command(arguments: argparse.Namespace) -> int:
@@ -65,6 +73,30 @@ def _prepared(
         return None
 
 
+def template_rows(config: Config, folders: Mapping[str, Path]) -> Iterator[Row]:
+    """Whether teachers that read chats know the form in which the student's template writes them.
+
+    Ids mean the same either way; but a teacher scores best what looks as what it was trained on.
+    """
+    chats = [domain for domain in config.domains.values() if domain.prompts.chat]
+    asked = {m for domain in chats for m in members_of(config, domain.teacher)} & folders.keys()
+    own = chat_template(Path(config.student.model))
+    for name in sorted(asked):
+        same = chat_template(folders[name]) == own
+        text = "is the student's" if same else _ANOTHER_TEMPLATE
+        yield Row("tokenizers", f"chat template of {name}", OK if same else WARNING, text)
+
+
+def chat_template(folder: Path) -> str | None:
+    """A checkpoint's chat template, from either place where they are kept."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    found = settings.get("chat_template")
+    return found.strip() if isinstance(found, str) else json.dumps(found) if found else None
+
+
 def static_rows(prepared: Prepared, show: Callable[[Row], None]) -> None:
     """What `prepare` found right, and what the run will need of the machine."""
     config = prepared.config
@@ -75,6 +107,8 @@ def static_rows(prepared: Prepared, show: Callable[[Row], None]) -> None:
     folders = teacher_folders(config)
     compared = ", ".join(folders) or "none of them is on this machine"
     show(Row("tokenizers", "equal to the student's by content", OK, compared))
+    for row in template_rows(config, folders):
+        show(row)
     for name, data in {**prepared.domains, **prepared.sets}.items():
         show(Row(f"prompts {name}", "", OK, data.describe()))
     longest = prepared.max_model_len

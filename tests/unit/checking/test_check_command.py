@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from mopd.checking import estimates
+from mopd.checking.command import template_rows
 from mopd.checking.estimates import GIB, Size, disk_rows, memory_rows, size_of, student_bytes
 from mopd.cli import main
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
@@ -151,7 +152,26 @@ def test_bytes_a_parameter(tmp_path: Path, dtype: str, distributed: bool, each: 
     assert student_bytes(config, Size(1000, 600), 100)[1] < grows / 2
 
 
-def status(rows: Sequence[Any]) -> dict[str, str]:
+def test_a_teacher_of_another_chat_template_is_told(tmp_path: Path) -> None:
+    for name, text in (("mine", "{{ a }}"), ("jinja", "{{ a }}\n"), ("other", "{{ b }}")):
+        (tmp_path / name).mkdir()
+        settings = {} if name == "jinja" else {"chat_template": text}
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(settings))
+        if name == "jinja":
+            (tmp_path / name / "chat_template.jinja").write_text(text)
+    config = config_of(tmp_path, model=str(tmp_path / "mine"))
+    config.teachers["u"] = TeacherConfig(model="u")
+    config.domains["e"] = DomainConfig(teacher="u")
+    folders = {"t": tmp_path / "jinja", "u": tmp_path / "other"}
+    assert list(template_rows(config, folders)) == []  # nobody reads chats
+    for domain in config.domains.values():
+        domain.prompts.chat = True
+    assert status(template_rows(config, folders)) == {
+        "chat template of t": "ok", "chat template of u": "warning"
+    }  # fmt: skip
+
+
+def status(rows: Iterable[Any]) -> dict[str, str]:
     return {row.what: row.status for row in rows}
 
 
