@@ -23,6 +23,7 @@ from mopd.evaluation import report_sections as sections
 from mopd.evaluation.run_files import Record, RunFiles, read_run
 from mopd.evaluation.tables import (
     COLUMNS,
+    markdown_table,
     retention_markdown,
     retention_notes,
     retention_rows,
@@ -168,7 +169,7 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
 
 
 def markdown(run: RunFiles) -> str:
-    """``report.md``: verdict, table and facts."""
+    """``report.md``: verdict, tables and facts."""
     parts = [f"# {run.name}", verdict(run)]
     if run.retention is not None:
         parts.append(retention_markdown(run.retention).rstrip())
@@ -176,6 +177,17 @@ def markdown(run: RunFiles) -> str:
         parts.append(score_markdown(run.evaluation).rstrip())
     if compared := methods.methods_markdown(run):
         parts.append(compared)
+    unit = sections.cost_unit(run)
+    cost = ("stage", "wall s", unit, "share", f"{unit} a point")
+    divergence = ("domain", "KL(student to teacher), k1", "k3", "answers", "tokens")
+    for columns, rows in (
+        (divergence, sections.divergence_rows(run)),
+        (cost, sections.cost_rows(run)),
+    ):
+        if rows:
+            parts.append(markdown_table(columns, rows))
+    if said := sections.cost_facts(run):
+        parts.append(said)
     parts.append("\n".join(f"- {key}: {value}" for key, value in facts(run)))
     if run.problems:
         parts.append("\n".join(f"- {problem}" for problem in run.problems))

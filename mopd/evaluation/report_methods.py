@@ -8,7 +8,7 @@ from typing import Any
 
 from mopd.evaluation.report_sections import p_value
 from mopd.evaluation.run_files import RunFiles
-from mopd.evaluation.tables import NONE, number, with_interval
+from mopd.evaluation.tables import NONE, markdown_table, number, with_interval
 from mopd.evaluation.trained import of_the_same_recipe, seed_rows
 
 CLEAR = 0.05
@@ -112,13 +112,5 @@ def _lead(mean: float, lead: Mapping[str, Any] | None) -> str:
 
 def methods_markdown(run: RunFiles) -> str:
     """Both tables as GitHub Markdown; empty where there is nothing to compare."""
-    tables = [_table(METHOD_COLUMNS, method_rows(run)), _table(*seeds(run))]
-    return "\n\n".join(table for table in tables if table)
-
-
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    if not rows:
-        return ""
-    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join(lines)
+    tables = [(METHOD_COLUMNS, method_rows(run)), seeds(run)]
+    return "\n\n".join(markdown_table(columns, rows) for columns, rows in tables if rows)

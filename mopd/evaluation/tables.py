@@ -84,11 +84,9 @@ def retention_notes(retention: Mapping[str, Any]) -> list[str]:
 
 def retention_markdown(retention: Mapping[str, Any]) -> str:
     """A GitHub Markdown table followed by its notes."""
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|---|" + "---:|" * (len(COLUMNS) - 1)]
-    for row in retention_rows(retention):
-        lines.append("| " + " | ".join(_escaped(cell) for cell in row) + " |")
     notes = [f"- {_escaped(note)}" for note in retention_notes(retention)]
-    return "\n".join([*lines, *([""] if notes else []), *notes]) + "\n"
+    table = markdown_table(COLUMNS, retention_rows(retention))
+    return "\n".join([table, *([""] if notes else []), *notes]) + "\n"
 
 
 def retention_table(retention: Mapping[str, Any]) -> Table:
@@ -131,11 +129,7 @@ def score_rows(record: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
 
 def score_markdown(record: Mapping[str, Any]) -> str:
     """The same as a GitHub Markdown table."""
-    columns, rows = score_rows(record)
-    lines = ["| " + " | ".join(_escaped(c) for c in columns) + " |"]
-    lines.append("|---|" + "---:|" * (len(columns) - 1))
-    lines += ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
+    return markdown_table(*score_rows(record)) + "\n"
 
 
 def score_table(record: Mapping[str, Any]) -> Table:
@@ -147,6 +141,14 @@ def score_table(record: Mapping[str, Any]) -> Table:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A GitHub Markdown table: the first column to the left, the others to the right."""
+    lines = ["| " + " | ".join(_escaped(c) for c in columns) + " |"]
+    lines.append("|---|" + "---:|" * (len(columns) - 1))
+    lines += ["| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
 
 
 def _escaped(cell: str) -> str:

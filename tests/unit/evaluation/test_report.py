@@ -365,7 +365,8 @@ def test_machine_readable_report_says_the_same(run_dir):
     record = json.loads((run_dir / "report.json").read_text())
     assert record["verdict"] == verdict(read_run(run_dir))
     assert record["retention"]["domains"].keys() == set(DOMAINS)
-    assert "| average |" in (run_dir / "report.md").read_text()
+    markdown = (run_dir / "report.md").read_text()
+    assert "| average |" in markdown and "core-seconds a point |" in markdown
 
 
 def test_evaluation_without_a_student_is_a_report_too(tmp_path, run_dir):
@@ -383,7 +384,11 @@ BROWSER = next(
 PROBE = """<script>
 const seen = () => [...document.querySelectorAll(".sample")].filter(e => e.offsetHeight > 0).length;
 const out = {width: innerWidth, scroll: document.documentElement.scrollWidth, all: seen(),
-  dark: getComputedStyle(document.body).backgroundColor};
+  dark: getComputedStyle(document.body).backgroundColor,
+  sections: [...document.querySelectorAll("h2")].filter(e => e.offsetHeight > 0)
+    .map(e => e.textContent),
+  drawn: [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().height > 50)
+    .length};
 document.getElementById("kind-gained").click();
 out.gained = seen();
 document.getElementById("set-1").click();
@@ -418,6 +423,9 @@ def test_page_fits_and_filters_in_a_real_browser(tmp_path, run_dir, width, dark)
     gained = [r for r in records if r["class"] == "gained"]
     assert probe["width"] == width
     assert probe["scroll"] <= probe["width"], probe  # nothing is wider than the page
+    shown = {"Learning curves", "What it cost", "Every model on every set", "Was it worth it?"}
+    assert shown <= set(probe["sections"]), probe["sections"]
+    assert probe["drawn"] == html.count("<svg") > 2 * len(DOMAINS)
     assert probe["all"] == len(records) and probe["gained"] == len(gained)
     assert probe["both"] == sum(r["set"] == DOMAINS[1] for r in gained)
     light = sum(map(int, re.findall(r"\d+", probe["dark"])[:3])) > 384
