@@ -23,10 +23,9 @@ from mopd.config.teachers import members_of
 from mopd.errors import MopdError
 from mopd.weight_sync.publish import transfer_directory
 
-
 _ANOTHER_TEMPLATE = (
-    "is not the student's, by which its prompts are written: its scores may be those of a form that "
-    "it does not know"
+    "is not the student's, by which its prompts are written: its scores may be those of a form "
+    "that it does not know"
 )
 
 
