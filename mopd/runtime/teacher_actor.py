@@ -12,7 +12,6 @@ from ray.exceptions import RayError
 
 from mopd.config.model_files import hub_cache_folder
 from mopd.config.schema import TeacherConfig
-from mopd.runtime.cluster import LOOPBACK
 from mopd_teachers.client import TeacherClient
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.replica import Endpoint
@@ -98,11 +97,6 @@ class TeacherActor:
             self._server.stop()
 
 
-def _on_loopback() -> bool:
-    """Whether this run started Ray for itself (see `mopd.runtime.cluster`)."""
-    return bool(ray.util.get_node_ip_address() == LOOPBACK)
-
-
 def _require_room(name: str, cpus: float, gpus: float) -> None:
     """Ray would wait for ever for what is not there."""
     free = ray.available_resources()
@@ -119,17 +113,17 @@ class ManagedReplica:
     """One server that this run started: its actor and how to start it again."""
 
     def __init__(
-        self, config: TeacherConfig, spec: ServerSpec, log: Path, *, late: bool = False
+        self, config: TeacherConfig, spec: ServerSpec, log: Path, *, cpus: int | None = None
     ) -> None:
-        """`late`: beyond what the run reserved at its start. On one machine, where all take turns
-        on the cores, it takes its turn, too; a cluster must have room for it.
+        """`cpus`: for a server beyond what the run reserved at its start, which must find them
+        free; others have theirs.
 
         Raises TeacherError (of mopd_teachers) where that room is not there.
         """
         self._config, self._spec, self._log = config, spec, log
-        self._cpus = 0 if late and _on_loopback() else config.threads
-        if late:
-            _require_room(spec.name, self._cpus, config.gpus)
+        self._cpus = config.threads if cpus is None else cpus
+        if cpus is not None:
+            _require_room(spec.name, cpus, config.gpus)
         self._actor = self._new_actor()
 
     def _new_actor(self) -> Any:

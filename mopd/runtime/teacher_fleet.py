@@ -262,7 +262,9 @@ class TeacherFleet:
         def start() -> ManagedReplica:
             spec = server_spec(keeper.name, config, host=self._host, api_key=key)
             log = self._log(keeper.name, len(keeper.managed))
-            replica = ManagedReplica(config, spec, log, late=True)
+            # On one machine all take turns on the cores, and this one takes its turn, too.
+            alone = self._config.ray.address is None
+            replica = ManagedReplica(config, spec, log, cpus=0 if alone else config.threads)
             self._starting.append(replica)
             return replica
 
