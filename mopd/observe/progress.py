@@ -296,7 +296,8 @@ class Progress:
         for domain in self._domains:
             reward, kl, _ = self._domain_cells(domain)
             parts.append(f"{domain}: reward {reward} KL {kl}")
-        return " | ".join(parts)
+        ill = [text for text, well in self._teachers() if not well]
+        return " | ".join([*parts, *ill])
 
     # --- what both forms show ---
 
@@ -325,6 +326,26 @@ class Progress:
             return "–" if value is None else format(float(value), form)
 
         return cell("reward", ".3f"), cell("reverse_kl", ".4f"), cell("mask_fraction", ".2%")
+
+    def _teachers(self) -> list[tuple[str, bool]]:
+        """Each teacher's servers in words, and whether all of them are well."""
+        found = []
+        for key in self._metrics:
+            name = key.removeprefix("teacher/").removesuffix("/servers_up")
+            if f"teacher/{name}/servers_up" != key:
+                continue
+            of = {
+                what: float(self._metrics.get(f"teacher/{name}/{what}") or 0.0)
+                for what in ("servers", "servers_up", "tokens_per_s", "restarts", "failures")
+            }
+            text = f"teacher {name}: {of['servers_up']:.0f} of {of['servers']:.0f} servers up"
+            if of["tokens_per_s"]:
+                text += f", {of['tokens_per_s']:,.0f} tokens/s"
+            for what in ("restarts", "failures"):
+                if of[what]:
+                    text += f", {of[what]:.0f} {what}"
+            found.append((text, of["servers_up"] == of["servers"]))
+        return found
 
     # --- the live display ---
 
@@ -358,6 +379,8 @@ class Progress:
             for domain in self._domains:
                 table.add_row(Text(domain), *self._domain_cells(domain))
             parts.append(table)
+            for text, well in self._teachers():
+                parts.append(Text(text, style="dim" if well else "bold yellow"))
         waiting = self._waiting
         waits = self._waiting_line(waiting) if waiting else self._stage_line()
         if waits:

@@ -52,6 +52,24 @@ def test_plain_step_line_shows_everything_at_once():
     )
 
 
+def test_a_teacher_is_shown_with_its_servers_and_in_plain_lines_when_one_is_ill():
+    of = {"servers": 2.0, "servers_up": 2.0, "tokens_per_s": 12345.6, "restarts": 0.0}
+    well = {f"teacher/math/{key}": value for key, value in of.items()}
+    ill = well | {"teacher/math/servers_up": 1.0, "teacher/math/restarts": 1.0,
+                  "teacher/math/failures": 14.0}  # fmt: skip
+    said = "teacher math: 1 of 2 servers up, 12,346 tokens/s, 1 restarts, 14 failures"
+    progress, out = plain(min_interval_s=0.0)
+    with progress:
+        progress.step(1, metrics() | well)
+        assert "teacher" not in out.getvalue()
+        progress.step(2, metrics() | ill)
+    assert out.getvalue().endswith(f" | {said}\n")
+    terminal = Terminal()
+    with Progress(100, ["spell"], file=terminal) as live:
+        live.step(1, metrics() | well)
+    assert "teacher math: 2 of 2 servers up, 12,346 tokens/s" in terminal.getvalue()
+
+
 def test_plain_lines_are_throttled_but_the_last_step_always_shows():
     progress, out = plain(min_interval_s=60.0)
     with progress:
