@@ -272,6 +272,7 @@ _OWN_ENGINE_ARGS = {
     "tensor_parallel_size": "tensor_parallel_size",
     "max_model_len": "max_model_len",
     "kv_cache_memory_bytes": "kv_cache_gib",
+    "api_key": "api_key_env",
 }
 _SERVER_ARGS = ("host", "port", "served_model_name", "uds")
 
