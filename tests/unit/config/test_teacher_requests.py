@@ -58,3 +58,8 @@ def test_the_keys_reach_the_client() -> None:
 def test_bounds_of_a_verifier_that_has_none(loaded: Load, override: str, says: str) -> None:
     problems = check_config(loaded(f"domains.math.verifier.{override}"))
     assert any(says in problem for problem in problems)
+
+
+def test_a_key_in_the_configuration_is_refused(loaded: Load) -> None:
+    (problem,) = check_config(loaded("teachers.math_rl.engine_args={api-key: abc}"))
+    assert "engine_args.api-key: use teachers.math_rl.api_key_env for that" in problem
