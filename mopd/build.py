@@ -61,10 +61,15 @@ class Prepared:
         """The prompts of every domain, at their start."""
         return mixture_of(self.config, self.domains)
 
-    def held_out(self) -> dict[str, Sequence[Prompt]]:
+    def evaluated(self) -> dict[str, Sequence[Prompt]]:
         """Domain or further set -> prompts never trained on; those without any are left out."""
         everything = {**self.domains, **self.sets}
         return {name: data.held_out for name, data in everything.items() if data.held_out}
+
+    def held_out(self) -> dict[str, Sequence[Prompt]]:
+        """Those of them that are answered in text, by a student in training and by any server; the
+        others compare likelihoods of given choices."""
+        return {n: prompts for n, prompts in self.evaluated().items() if not prompts[0].choices}
 
     def domain_of(self, name: str) -> str | None:
         """The domain that a held-out set measures (a domain measures itself); None: a general set,

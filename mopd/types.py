@@ -44,6 +44,9 @@ class Prompt:
     """What a curriculum sorts by, larger is harder; None unless ``prompts.difficulty`` names it."""
     stop: tuple[str, ...] = ()
     """Texts at which an answer counts as ended, whatever the model wrote on (evaluation sets)."""
+    choices: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    """(context ids, continuation ids) of the texts whose likelihoods are compared: such a prompt is
+    never answered; its ``token_ids`` are the longest context with its continuation."""
 
     def ended(self, text: str) -> tuple[str, bool]:
         """(the answer up to the first of `stop`, whether one of them was there)."""
@@ -155,3 +158,5 @@ class UpdateProof:
     """Seconds until the weights were in."""
     probe_s: float
     """And until the logprobs were there."""
+    direct: bool = False
+    """Whether the weights were copied straight to their places (`mopd.rollout.direct_load`)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from mopd.config.schema import DomainConfig, EvaluationSetConfig
 from mopd.data.prompts import DomainData, load_domain
-from mopd.errors import DataError, MopdError
+from mopd.errors import ConfigError, DataError, MopdError
 
 
 def as_domain(cfg: EvaluationSetConfig) -> DomainConfig:
@@ -30,6 +30,12 @@ def load_set(key: str, name: str, cfg: EvaluationSetConfig, tokenizer: Any) -> D
     except MopdError as error:
         raise type(error)(str(error).replace(f"domains.{name}", key)) from error
     prompts = data.train
+    if prompts and prompts[0].choices and key.startswith("evaluation.benchmarks"):
+        raise ConfigError(
+            f"{key}: lm_eval {cfg.prompts.lm_eval} compares likelihoods of given choices, which is "
+            "asked by mopd evaluate alone, while a domain's score is taken during training too; "
+            "put it under evaluation.general"
+        )
     if cfg.items is not None:
         if cfg.items > len(prompts):
             raise DataError(

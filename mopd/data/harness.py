@@ -1,10 +1,7 @@
 """Tasks of lm-evaluation-harness as evaluation sets, through its own API.
 
 The harness makes the prompts (its template, its few-shot examples) and gives the score (its
-filters, its metric) of answers that our engines gave. Only tasks that are answered in text: one
-that compares the likelihoods of given choices cannot be asked of a server by URL, nor of the
-engines that sample during training, and is refused rather than asked differently of different
-models.
+filters, its metric) of what our engines said: answers in text, or the likelihoods of given choices.
 
 Imports lm_eval only when such a task is really asked for; it is not a dependency (extra
 ``lm-eval``). Written against lm_eval 0.4.13.
@@ -49,6 +46,9 @@ class HarnessItem:
     stop: tuple[str, ...]
     """Texts at which the harness ends an answer."""
     metadata: Mapping[str, Any]
+    choices: tuple[tuple[str | list[dict[str, Any]], str], ...] = ()
+    """(context, continuation) of the texts whose likelihoods are compared; empty where the task is
+    answered in text."""
 
 
 def load_task(prompts: PromptsConfig, where: str) -> Any:
@@ -112,12 +112,16 @@ def _manager(folder: str | None) -> Any:
 def refusal(task: Any) -> str | None:
     """Why a task cannot be asked here, or None."""
     kind = task.get_config("output_type") or task.OUTPUT_TYPE
-    if kind != "generate_until":
+    if kind not in ("generate_until", "multiple_choice"):
         return (
-            f"is of the kind {kind}: it compares likelihoods of given texts, which servers by URL "
-            "and the engines of a training run do not give. Take the task's generative form (many "
-            "have one, named ..._generative or ..._gen or ..._cot), or run the harness itself on "
-            "RUN/student"
+            f"is of the kind {kind}, which has no right and wrong by the item that retention could "
+            "be taken of (perplexity), or wants to know what would be sampled; run the harness "
+            "itself on RUN/student"
+        )
+    if "acc_mutual_info" in task.aggregation():
+        return (
+            "compares with likelihoods without a context (acc_mutual_info); take that metric out "
+            "of a copy of the task"
         )
     if getattr(task, "MULTIMODAL", False):
         return "asks about images or sounds; only text is asked here"
@@ -160,30 +164,44 @@ def harness_items(task: Any, *, chat: bool) -> list[HarnessItem]:
         "version": str(task.VERSION),
         "harness": importlib.metadata.version("lm_eval"),
     }
-    items = []
+    by_document: dict[int, list[Any]] = {}
     for instance in task.instances:
-        prompt: str | list[dict[str, Any]] = instance.args[0]
-        metadata: dict[str, Any] = {"lm_eval": about, "doc": instance.doc}
+        by_document.setdefault(int(instance.doc_id), []).append(instance)
+    items = []
+    for number, instances in by_document.items():
+        doc = instances[0].doc
+        contexts = [_context(each.args[0], chat, str(about["task"])) for each in instances]
+        choosing = instances[0].request_type == "loglikelihood"
+        metadata: dict[str, Any] = {"lm_eval": about, "doc": doc}
         if chat:
-            messages = json.loads(instance.args[0])
-            prompt = metadata["messages"] = messages
-            if messages[-1]["role"] == "assistant":
-                raise ConfigError(
-                    f"{about['task']}: its prompts begin the answer themselves (gen_prefix), which "
-                    "a chat template that opens the answer cannot follow; set prompts.chat to false"
-                )
-        question, target = task.doc_to_text(instance.doc), task.doc_to_target(instance.doc)
+            metadata["messages"] = contexts[0]
+        question, target = task.doc_to_text(doc), task.doc_to_target(doc)
+        pairs = [(c, each.args[1]) for c, each in zip(contexts, instances, strict=True)]
         items.append(
             HarnessItem(
-                number=int(instance.doc_id),
-                prompt=prompt,
+                number=number,
+                prompt=contexts[0],
                 question=question if isinstance(question, str) else None,
-                answer=target if isinstance(target, str) else None,
-                stop=tuple([until] if isinstance(until, str) else until),
+                answer=target if isinstance(target, str) and not choosing else None,
+                stop=() if choosing else tuple([until] if isinstance(until, str) else until),
                 metadata=metadata,
+                choices=tuple(pairs) if choosing else (),
             )
         )
     return items
+
+
+def _context(text: str, chat: bool, task: str) -> str | list[dict[str, Any]]:
+    """The text, or the messages that `_as_messages` wrote."""
+    if not chat:
+        return text
+    messages = json.loads(text)
+    if messages[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{task}: its prompts begin the answer themselves (gen_prefix), which a chat template "
+            "that opens the answer cannot follow; set prompts.chat to false"
+        )
+    return messages
 
 
 def _as_messages(messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
@@ -194,6 +212,8 @@ def _as_messages(messages: Sequence[Mapping[str, Any]], **_: Any) -> str:
 def generation_notes(task: Any) -> list[str]:
     """What the task says of how answers are made, and is done otherwise here."""
     where = f"lm_eval {task.get_config('task')}"
+    if task.get_config("output_type") == "multiple_choice":
+        return [f"{where}: compares likelihoods of given choices; asked by mopd evaluate alone"]
     generation = dict(task.get_config("generation_kwargs") or {})
     tokens = generation.get("max_gen_toks", DEFAULT_TOKENS)
     notes = [
@@ -206,6 +226,9 @@ def generation_notes(task: Any) -> list[str]:
 
 
 # --- its score of one answer ---
+
+
+_OF_LIKELIHOODS = ("acc", "acc_norm", "acc_bytes")
 
 
 @dataclass(frozen=True)
@@ -228,6 +251,12 @@ def chosen_scoring(task: Any, metric: str | None, filter_name: str | None, where
     chosen = Scoring(
         _one(metric, list(metrics), "metric", where), _one(filter_name, filters, "filter", where)
     )
+    choosing = task.get_config("output_type") == "multiple_choice"
+    if choosing and chosen.metric not in _OF_LIKELIHOODS:
+        raise ConfigError(
+            f"{where}.args.metric: {chosen.metric!r} needs more than the choices' likelihoods; "
+            f"take one of {', '.join(m for m in metrics if m in _OF_LIKELIHOODS)}"
+        )
     if metrics[chosen.metric] is False:
         raise ConfigError(f"{where}.args.metric: of {chosen.metric!r} less is better; no retention")
     from lm_eval.api.registry import get_aggregation
@@ -262,11 +291,38 @@ def score_answer(task: Any, scoring: Scoring, doc: Mapping[str, Any], answer: st
     """
     from lm_eval.api.instance import Instance
 
-    instance = Instance("generate_until", dict(doc), ("", {}), 0, resps=[answer])
+    return _scored(
+        task, scoring, doc, [Instance("generate_until", dict(doc), ("", {}), 0, resps=[answer])]
+    )
+
+
+def score_choices(
+    task: Any, scoring: Scoring, doc: Mapping[str, Any], logprobs: Sequence[float]
+) -> float:
+    """The harness' metric where the choices have these likelihoods.
+
+    Args:
+        logprobs: [choices] log-likelihood of each continuation, nats.
+
+    Raises:
+        ValueError: process_results gives no such number.
+    """
+    from lm_eval.api.instance import Instance
+
+    # Whether a choice is what would be sampled is not known; no metric that is taken asks for it.
+    instances = [
+        Instance("loglikelihood", dict(doc), ("", ""), k, resps=[(float(value), False)])
+        for k, value in enumerate(logprobs)
+    ]
+    return _scored(task, scoring, doc, instances)
+
+
+def _scored(task: Any, scoring: Scoring, doc: Mapping[str, Any], instances: Sequence[Any]) -> float:
     for ensemble in task._filters:
         if ensemble.name == scoring.filter:
-            ensemble.apply([instance])
-    result = task.process_results(dict(doc), [instance.filtered_resps[scoring.filter]])
+            ensemble.apply(list(instances))
+    said = [instance.filtered_resps[scoring.filter] for instance in instances]
+    result = task.process_results(dict(doc), said)
     if scoring.metric not in result:
         raise ValueError(f"process_results gave {sorted(result)}, not {scoring.metric!r}")
     return float(result[scoring.metric])

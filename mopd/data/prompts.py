@@ -213,7 +213,13 @@ def _from_harness(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: s
         prompt_id = f"{name}/{item.number:05d}"
         places[prompt_id] = f"lm_eval {cfg.prompts.lm_eval} document {item.number}"
         metadata = {**item.metadata, "question": item.question}
-        made.append(Prompt(prompt_id, name, text, ids, item.answer, metadata, stop=item.stop))
+        choices = tuple(encoder.encode_pair(*pair) for pair in item.choices)
+        ids = max((first + then for first, then in choices), key=len, default=ids)
+        made.append(
+            Prompt(
+                prompt_id, name, text, ids, item.answer, metadata, stop=item.stop, choices=choices
+            )
+        )
     return _domain(name, made, [], places, generation_notes(task))
 
 

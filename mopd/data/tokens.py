@@ -34,7 +34,9 @@ class PromptEncoder:
         """(text, [P] ids) of each prompt; a plain text is one user message where `chat` is on."""
         if not prompts:
             return []
-        texts = [self._render(prompt) for prompt in prompts]
+        return self._encoded([self._render(prompt) for prompt in prompts])
+
+    def _encoded(self, texts: Sequence[str]) -> list[tuple[str, tuple[int, ...]]]:
         encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         bos = self._tokenizer.bos_token_id
         result = []
@@ -44,6 +46,27 @@ class PromptEncoder:
                 ids = ids[1:]
             result.append((text, ids))
         return result
+
+    def encode_pair(
+        self, context: str | list[dict[str, Any]], continuation: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """([P] ids of the context, [C] ids of the continuation after it).
+
+        Encoded together and cut where the context ends, its trailing blanks put to the
+        continuation: so lm-evaluation-harness does it, and so a word keeps its own token.
+
+        Raises:
+            DataError: the continuation has no tokens of its own.
+        """
+        text = self._render(context)
+        bare = text.rstrip()
+        ((_, whole),) = self._encoded([text + continuation])
+        ((_, first),) = self._encoded([bare])
+        if not first or len(whole) <= len(first):
+            raise DataError(
+                f"the choice {continuation!r} after {bare[-40:]!r} has no tokens of its own"
+            )
+        return whole[: len(first)], whole[len(first) :]
 
     def _render(self, prompt: str | list[dict[str, Any]]) -> str:
         if not self._chat:

@@ -7,6 +7,7 @@ reasoning-gym's scorers are asked here, which saves a process a domain.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 from mopd.config.schema import DomainConfig
@@ -51,7 +52,8 @@ def can_judge(judge: Judge, prompts: Sequence[Prompt], domain: str, *, sample: i
     problems = _Problems()
     try:
         for prompt in prompts[:: max(1, len(prompts) // sample)][:sample]:
-            _try(judge, prompt, prompt.answer or "", problems)
+            choices = json.dumps([0.0] * len(prompt.choices))
+            _try(judge, prompt, choices if prompt.choices else prompt.answer or "", problems)
     except NoVerdict as error:
         problems.add("no verdict", str(error))
     if texts := problems.texts():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from mopd.config.schema import PromptsConfig, VerifierConfig
 from mopd.config.wording import kind_of, nearest
-from mopd.data.harness import chosen_scoring, load_task, score_answer
+from mopd.data.harness import chosen_scoring, load_task, score_answer, score_choices
 from mopd.data.math_answers import same_mathematics
 from mopd.data.tasks import TaskItem, reasoning_gym_score
 from mopd.errors import ConfigError, MopdError
@@ -79,9 +80,16 @@ class LmEval:
         self._scoring = chosen_scoring(self._task, args.get("metric"), args.get("filter"), where)
 
     def __call__(self, prompt: Prompt, answer: str) -> Verdict:
-        text, _ = prompt.ended(answer)
+        doc = prompt.metadata["doc"]
         try:
-            score = score_answer(self._task, self._scoring, prompt.metadata["doc"], text)
+            if prompt.choices:
+                said = json.loads(answer)
+                if len(said) != len(prompt.choices):
+                    raise ValueError(f"{len(said)} likelihoods of {len(prompt.choices)} choices")
+                score = score_choices(self._task, self._scoring, doc, said)
+            else:
+                text, _ = prompt.ended(answer)
+                score = score_answer(self._task, self._scoring, doc, text)
         except Exception as error:  # a task's own code raises what it likes
             raise VerifierError(
                 f"lm_eval cannot judge prompt {prompt.id}: {type(error).__name__}: {error}"

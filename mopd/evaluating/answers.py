@@ -4,6 +4,8 @@ time, answers judged as they come, the student's own tokens scored by its teache
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -34,6 +36,9 @@ from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
 from mopd.runtime.startup import all_or_first_error
 from mopd.types import Prompt
+
+CHOICES_AT_ONCE = 256
+"""Items whose choices are scored in one request; what came is kept after each."""
 
 
 class Answering:
@@ -242,7 +247,22 @@ def _own_cluster(config: Config) -> Config:
 
 def _asking(source: Source, sampling: Sampling):  # type: ignore[no-untyped-def]
     async def ask(requests: Sequence[tuple[str, Prompt]]) -> AsyncIterator[Sequence[RawAnswer]]:
-        async for group in source.generate(requests, temperature=sampling.temperature):
-            yield group
+        chosen_from = [request for request in requests if request[1].choices]
+        for start in range(0, len(chosen_from), CHOICES_AT_ONCE):
+            yield await weighed(source, chosen_from[start : start + CHOICES_AT_ONCE])
+        answered = [request for request in requests if not request[1].choices]
+        if answered:
+            async for group in source.generate(answered, temperature=sampling.temperature):
+                yield group
 
     return ask
+
+
+async def weighed(source: Source, requests: Sequence[tuple[str, Prompt]]) -> list[RawAnswer]:
+    """The log-likelihood of every choice, nats, as a JSON list: what stands for an answer."""
+    rows = await source.logprobs([pair for _, prompt in requests for pair in prompt.choices])
+    values = iter([round(math.fsum(row), 6) for row in rows])
+    return [
+        RawAnswer(key, json.dumps([next(values) for _ in prompt.choices]), None, 0, "stop")
+        for key, prompt in requests
+    ]

@@ -65,7 +65,7 @@ def models_under_test(
     """
     config = prepared.config
     warnings: list[str] = []
-    held_out = prepared.held_out()
+    held_out = prepared.evaluated()
     folders = teacher_folders(config)
     used = dict.fromkeys(
         member
@@ -169,7 +169,7 @@ def _any(
     tokenizer = load_tokenizer(folder)
     if difference is None:
         warnings += _template_warnings(prepared, label, tokenizer)
-        return model_in_folder(prepared, label, role, folder, prepared.held_out(), tokenizer)
+        return model_in_folder(prepared, label, role, folder, prepared.evaluated(), tokenizer)
     warnings.append(
         f"{label} ({folder}): its tokenizer is not the student's ({difference}); it is asked in "
         "its own tokens and compared by its answers alone"

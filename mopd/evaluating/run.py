@@ -101,7 +101,7 @@ class _Evaluation:
         divergence, tokens = self._divergence()
         labels = self._answering.teachers()
         return Evaluated(
-            prompts=prepared.held_out(),
+            prompts=prepared.evaluated(),
             domain_sets=prepared.domain_sets(),
             general=list(config.evaluation.general),
             teacher_of={d: t for d, t in labels.items() if t in results},
@@ -194,6 +194,8 @@ class _Evaluation:
         for work in self._answering.work:
             found[work.model.label] = {}
             for name, prompts in work.model.sets.items():
+                if prompts[0].choices:
+                    continue  # nothing is sampled there
                 answers = work.files["sampled"][name].answers
                 verdicts = {
                     p.id: [answers[answer_key(p.id, k)].correct for k in range(sampling.count)]

@@ -37,6 +37,7 @@ class Sampling:
             for prompts in sets.values()
             for prompt in (prompts if self.items is None else scored_items(prompts, self.items))
             for k in range(self.count)
+            if self.name == "greedy" or not prompt.choices
         }
 
 

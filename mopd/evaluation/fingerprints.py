@@ -67,7 +67,7 @@ def set_fingerprint(prompts: Sequence[Prompt], verifier: VerifierConfig | None) 
     return _hash(
         {
             "prompts": sorted(
-                (p.id, list(p.token_ids), p.text, p.answer, _plain(p.metadata), *p.stop)
+                (p.id, list(p.token_ids), p.text, p.answer, _plain(p.metadata), *p.stop, *p.choices)
                 for p in prompts
             ),
             "verifier": None if verifier is None else dataclasses.asdict(verifier),

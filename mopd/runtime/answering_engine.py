@@ -68,10 +68,13 @@ class AnsweringActor:
             yield group
 
     def logprobs(self, sequences: Sequences) -> list[list[float]]:
-        return self._engine.logprobs(sequences)
+        began = time.perf_counter()
+        found = self._engine.logprobs(sequences)
+        self._busy_s += time.perf_counter() - began
+        return found
 
     def busy_s(self) -> float:
-        """Seconds spent in vLLM's own generating since the start."""
+        """Seconds spent in vLLM's own generating and scoring since the start."""
         return self._busy_s
 
 

@@ -37,9 +37,19 @@ def test_the_harness_asks_and_judges_what_our_engines_answer(
         'generation_kwargs: {until: ["\\n"], max_gen_toks: 16}\n'
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
+    (tmp_path / "choosing.yaml").write_text(
+        "task: choosing\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path}/test.jsonl}}}}\n"
+        "test_split: test\noutput_type: multiple_choice\n"
+        'doc_to_text: "back {{word}}:"\ndoc_to_target: 1\ntarget_delimiter: ""\n'
+        "doc_to_choice: \"{{[word, reversed, 'qqqqqq']}}\"\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
     (tmp_path / "more.yaml").write_text(
         "evaluation:\n  bootstrap: 100\n  general:\n    spelling:\n"
         f"      prompts: {{lm_eval: spelling, lm_eval_folder: {tmp_path}}}\n"
+        "      verifier: lm_eval\n    choosing:\n"
+        f"      prompts: {{lm_eval: choosing, lm_eval_folder: {tmp_path}}}\n"
         "      verifier: lm_eval\n"
     )
     text = (ROOT / "configs/quickstart.yaml").read_text()
@@ -53,7 +63,11 @@ def test_the_harness_asks_and_judges_what_our_engines_answer(
     cell = outcome.record["table"]["student"]["spelling"]
     assert cell["n"] == len(WORDS) and cell["score"] >= 0.8
     assert outcome.record["table"]["base"]["spelling"]["score"] <= cell["score"]
+    # The specialist finds the reversed word likelier than the word itself and than nonsense.
+    chosen = outcome.record["table"]["student"]["choosing"]
+    assert chosen["n"] == len(WORDS) and chosen["score"] == 1.0
     assert outcome.retention is not None
+    assert outcome.retention["forgetting"]["choosing"]["n"] == len(WORDS)
     assert outcome.retention["forgetting"]["spelling"]["n"] == len(WORDS)
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     own = [r for r in map(json.loads, lines) if r["set"] == "spelling"]

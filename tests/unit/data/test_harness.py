@@ -6,6 +6,7 @@ The harness is optional and 600 MB with what it needs: tests that need it are sk
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -20,8 +21,11 @@ from mopd.config.schema import EvaluationSetConfig, PromptsConfig, VerifierConfi
 from mopd.data.evaluation_sets import load_set
 from mopd.data.harness import load_task
 from mopd.data.prompts import DomainData
+from mopd.data.tokens import PromptEncoder
 from mopd.data.verifiers import VerifierError, build_verifier
-from mopd.errors import ConfigError
+from mopd.errors import ConfigError, DataError
+from mopd.evaluating.answers import weighed
+from mopd.evaluating.work import Sampling
 from mopd.evaluation.fingerprints import set_fingerprint
 from mopd.evaluation.items import item_result
 from mopd.evaluation.leaks import find_leaks
@@ -156,12 +160,84 @@ def test_number_of_examples_and_chat(tasks: Path) -> None:
     assert first.text.endswith("<user>back abcd:<assistant>")
 
 
+CHOICES = """
+task: choosing
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/test.jsonl, shots: {folder}/shots.jsonl}}}}
+test_split: test
+fewshot_split: shots
+output_type: multiple_choice
+doc_to_text: "back {{{{word}}}}:"
+doc_to_choice: "{{{{[word, reversed, 'no such word']}}}}"
+doc_to_target: 1
+num_fewshot: 1
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+
+
+@needs_harness
+def test_choices_are_weighed_and_scored_as_by_the_harness(tasks: Path) -> None:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import LM, TemplateLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoTokenizer
+
+    (tasks / "choosing.yaml").write_text(CHOICES.format(folder=tasks))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo/models/base")
+
+    def likelihood(ids: Sequence[int]) -> float:
+        return -(sum(k * i for k, i in enumerate(ids, 1)) % 97) / 7
+
+    class Weighing(LM):
+        backend = "causal"
+        pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+        def tok_encode(self, text: str) -> list[int]:
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        def loglikelihood(self, requests: Any) -> Any:
+            for request in requests:
+                first, then = TemplateLM._encode_pair(self, *request.args)  # type: ignore[arg-type]
+                self.pairs.append((tuple(first), tuple(then)))
+            return [(likelihood(a + b), False) for a, b in self.pairs]
+
+        def loglikelihood_rolling(self, requests: Any) -> Any:
+            raise NotImplementedError
+
+        def generate_until(self, requests: Any) -> Any:
+            raise NotImplementedError
+
+    model = Weighing()
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    theirs = simple_evaluate(model, tasks=["choosing"], task_manager=manager, bootstrap_iters=0)
+    prompts = prompts_of(tasks, "choosing")
+    cfg = EvaluationSetConfig(prompts, VerifierConfig("lm_eval", args={"metric": "acc"}))
+    items = load_set("evaluation.general.c", "c", cfg, tokenizer).held_out
+    assert [pair for item in items for pair in item.choices] == model.pairs
+    assert len(items[0].choices) == 3 and items[0].answer is None and items[0].stop == ()
+    assert len(items[0].token_ids) == max(len(a + b) for a, b in items[0].choices)
+    said = [json.dumps([likelihood(a + b) for a, b in item.choices]) for item in items]
+    shares = {}
+    for metric in ("acc", "acc_norm"):
+        verifier = build_verifier(VerifierConfig("lm_eval", args={"metric": metric}), "c", prompts)
+        assert verifier is not None
+        verdicts = [verifier(item, each) for item, each in zip(items, said, strict=True)]
+        shares[metric] = sum(v.score for v in verdicts) / len(verdicts)
+        assert shares[metric] == theirs["results"]["choosing"][f"{metric},none"]
+    assert 0 < shares["acc"] < 1
+    with pytest.raises(VerifierError, match="2 likelihoods of 3 choices"):
+        verifier(items[0], "[0.0, 1.0]")
+    with pytest.raises(ConfigError, match="put it under evaluation.general"):
+        load_set("evaluation.benchmarks.c", "c", cfg, tokenizer)
+
+
 @needs_harness
 @pytest.mark.parametrize(
     ("kind", "more", "part"),
     [
         ("loglikelihood", "", "of the kind loglikelihood"),
-        ("multiple_choice", 'doc_to_choice: ["a", "b"]', "of the kind multiple_choice"),
         ("generate_until", "repeats: 4", "wants 4 sampled answers"),
         ("generate_until", "unsafe_code: true", "runs code that models write"),
     ],
@@ -259,3 +335,40 @@ def test_a_question_behind_examples_is_still_found_in_the_training_prompts() -> 
     assert leak.exact and leak.trained is trained
     of_a_file = asked("1+1=2\n\n2+2=", question="2+2=")  # a row's own key of that name
     assert find_leaks({"math": [trained]}, {"set": [of_a_file]}) == []
+
+
+# --- texts whose likelihoods are compared ---
+
+
+def choosing(name: str = "c/1") -> Prompt:
+    pairs = (((1, 2), (3,)), ((1, 2), (4, 5)))
+    return Prompt(name, "c", "q", (1, 2, 4, 5), metadata={"doc": {}}, choices=pairs)
+
+
+def test_a_choice_is_encoded_with_its_context() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo/models/base")
+    encoder = PromptEncoder(tokenizer, chat=False)
+    first, then = encoder.encode_pair("back cat: ", "tac")
+    assert tokenizer.decode(first) == "back cat:" and tokenizer.decode(then) == " tac"
+    with pytest.raises(DataError, match="'' after 'back cat:' has no tokens"):
+        encoder.encode_pair("back cat:", "")
+
+
+def test_choices_are_weighed_by_sums_and_never_sampled() -> None:
+    class Engine:
+        async def logprobs(self, sequences: Any) -> list[list[float]]:
+            return [[-float(i) for i in then] for _, then in sequences]
+
+    answers = asyncio.run(weighed(Engine(), [("a", choosing()), ("b", choosing())]))  # type: ignore[arg-type]
+    assert [(a.key, json.loads(a.text), a.ids) for a in answers] == [
+        ("a", [-3.0, -9.0], None),
+        ("b", [-3.0, -9.0], None),
+    ]
+    sets = {"c": [choosing()], "s": [asked("2+2=")]}
+    assert set(Sampling("greedy", 0.0, 1, {}).wanted(sets)) == {"c/1#0", "set/1#0"}
+    assert set(Sampling("sampled", 1.0, 2, {}).wanted(sets)) == {"set/1#0", "set/1#1"}
+    assert set_fingerprint([choosing()], None) != set_fingerprint(
+        [replace(choosing(), choices=())], None
+    )
