@@ -170,7 +170,7 @@ def test_arguments_are_checked_before_the_run(user_module: str) -> None:
 def test_all_travel_to_another_process(user_module: str, tmp_path: Path) -> None:
     """By name, also to a process that starts elsewhere."""
     tests = [(of(user_module, "partial", half=0.25), prompt(), "4")]
-    for name in VERIFIERS:
+    for name in set(VERIFIERS) - {"lm_eval"}:  # of which each process builds its own
         check = build_verifier(VerifierConfig(name=name), "spell", SPELL)
         tests.append((check, spelled()[0], "x"))
     expected = [check(one, answer) for check, one, answer in tests]
