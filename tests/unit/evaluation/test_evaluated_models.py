@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_another_tokenizer_is_told_and_asked_in_its_own_tokens(
     assert "compared by its answers alone" in warnings[0]
     own = {p.id for p in prepared.held_out()["backward"]}
     assert {p.id for p in models[0].sets["backward"]} == own
+
+
+def test_given_choices_are_for_engines_by_ids_and_never_for_training(prepared: Prepared) -> None:
+    common = prepared.sets["common"]
+    (item,) = common.held_out
+    pairs = ((item.token_ids, (65,)), (item.token_ids, (66,)))
+    data = replace(common, held_out=[replace(item, choices=pairs)])
+    chosen = replace(prepared, sets={**prepared.sets, "common": data})
+    assert set(chosen.held_out()) == {"backward"}  # what a training run's engines answer
+    assert set(chosen.evaluated()) == {"backward", "common"}
+    others = {"api": "http://localhost:1#m", "copy": str(ROOT / "demo/models/teacher_rotate")}
+    models, _ = models_under_test(chosen, None, others)
+    asked = {model.label: set(model.sets) for model in models}
+    assert asked.pop("api") == {"backward"}
+    assert all(sets == {"backward", "common"} for sets in asked.values())
 
 
 def test_another_chat_template_is_told_where_prompts_are_chats(folder: Path) -> None:
