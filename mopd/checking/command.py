@@ -17,6 +17,7 @@ from pathlib import Path
 from mopd.build import Prepared, placement_lines, prepare, teacher_folders
 from mopd.checking.estimates import disk_rows, memory_rows
 from mopd.checking.rows import FAILED, OK, WARNING, Row, as_json, is_good
+from mopd.config.checks import require_valid
 from mopd.config.load import load_config
 from mopd.config.schema import Config
 from mopd.config.teachers import members_of
@@ -64,6 +65,7 @@ def _prepared(
     part = "configuration"
     try:
         config = load_config(files, overrides)
+        require_valid(config)
         part = "files"
         return prepare(config)
     except MopdError as error:

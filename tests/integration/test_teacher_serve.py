@@ -28,7 +28,7 @@ teachers:
 domains:
   a: {{teacher: caesar, prompts: {{task: spell_backward}}}}
   b: {{teacher: other, prompts: {{task: spell_backward}}}}
-train: {{steps: 1, prompts_per_step: 4}}
+train: {{steps: 10, prompts_per_step: 4}}
 """
 
 

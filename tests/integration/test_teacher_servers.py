@@ -34,6 +34,7 @@ from mopd_teachers.errors import TeacherError
 from mopd_teachers.router import TeacherRouter
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
 from mopd_teachers.server import ServerProcess, ServerSpec, served_model
+from mopd_teachers.transport import RequestError
 
 BOS, EOS, AB = 1, 2, 259
 CONTEXT = 64
@@ -570,6 +571,69 @@ def test_a_thousand_samples_through_three_teachers_that_fail_in_every_way(rig: R
     want = {k: v for name, c in quiet.items() for k, v in scores_of(c, batches[name]).items()}
     assert worst(lists(outcomes), want) < 1e-4
     assert metrics["retries"] > 0 and metrics["failures"] == 0
+
+
+def test_a_replica_that_stalls_is_covered_by_the_other(rig: Rig) -> None:
+    """Each of its requests is put to the other one; after three it is left alone."""
+    batch = items(72, seed=20)
+
+    async def use() -> tuple[dict[str, Outcome], dict[str, float], int, float]:
+        async with AsyncExitStack() as stack:
+            pair = [FaultProxy(rig.a.url, ("stall",), 0.0, k) for k in range(2)]
+            for proxy in pair:
+                await stack.enter_async_context(proxy)
+            client = TeacherClient(
+                "dense", [Endpoint(p.url, rig.a.served_name) for p in pair],
+                timeout_s=20.0, retries=0, hedge_after_s=0.3,
+            )  # fmt: skip
+            await stack.enter_async_context(client)
+            await client.probe()
+            pair[0].rate = 1.0
+            begin = time.monotonic()
+            outcomes: dict[str, Outcome] = {}
+            for start in range(0, 72, 12):
+                outcomes |= await client.score_batch(batch[start : start + 12])
+            took = time.monotonic() - begin
+            return outcomes, client.metrics(), pair[0].drawn["stall"], took
+
+    outcomes, metrics, stalled, took = asyncio.run(use())
+    assert worst(lists(outcomes), scores_of(rig.client(rig.a), batch)) < 1e-5
+    assert metrics["hedges"] == metrics["hedges_won"] == stalled == 3
+    assert metrics["servers_down"] == 1 and metrics["failures"] == metrics["retries"] == 0
+    assert took < 15.0
+
+
+def test_a_request_that_is_given_up_leaves_no_work_at_the_server(rig: Rig) -> None:
+    def told(what: str) -> int:
+        with urllib.request.urlopen(f"{rig.a.url}{wire.PATH}/metrics", timeout=10) as reply:
+            return int(reply.read().decode().split(f"\nmopd_score_{what} ")[1].split()[0])
+
+    row = wire.ids_to_bytes(range(3, 33))
+    many = [wire.SequenceMsg(str(i), row, row) for i in range(8000)]
+    body = wire.encode(wire.ScoreRequest(wire.PROTOCOL, rig.a.served_name, many))
+    done = told("sequences_total")
+
+    async def use(client: TeacherClient) -> float:
+        how = {"binary": True, "content_type": wire.CONTENT_TYPE, "timeout_s": 1.5}
+        asked = asyncio.create_task(client._ask(client._servers[0], "POST", wire.PATH, body, **how))
+        while not await asyncio.to_thread(told, "sequences_in_flight"):
+            await asyncio.sleep(0.02)
+        with pytest.raises(RequestError, match="did not answer within"):
+            await asked
+        begin = time.monotonic()
+        while await asyncio.to_thread(told, "sequences_in_flight"):
+            await asyncio.sleep(0.02)
+        return time.monotonic() - begin
+
+    async def whole() -> float:
+        async with rig.client(rig.a) as client:
+            return await use(client)
+
+    assert asyncio.run(whole()) < 5.0  # all of it takes more than ten
+    assert told("sequences_total") == done
+    batch = items(5, seed=21)
+    want = {i.sample_id: reference(rig.dense, i) for i in batch}
+    assert worst(scores_of(rig.client(rig.a), batch), want) < 1e-4
 
 
 @pytest.mark.parametrize(
