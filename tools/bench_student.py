@@ -11,7 +11,8 @@ implementation on this machine. Steps of the two alternate, and medians are comp
 
 With --json the last line of standard output is one JSON object: tokens/s of each variant, its
 ratio to transformers, the share of the step spent outside forward and backward, the peak of
-resident memory over what was there before the model, and the arithmetic floor of it, and how full
+resident memory over what was there before the model, and the arithmetic floor of it (weights,
+gradients, Adam's moments, and what the largest forward must keep for its backward), and how full
 the forwards of the quickstart's lengths are with padding, with a token budget, and packed.
 """
 
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {},
     "packed": {"packing": True},
+    "packed, fused head": {"packing": True, "loss_head": "fused"},
     "packed, token budget": {"packing": True, "max_tokens_per_microbatch": 2048},
     "distributed optimizer": {"optimizer": {"distributed": True}},
     "recompute layers": {"recompute": "layers"},
@@ -112,12 +114,41 @@ class Ours:
     def step(self, samples: Sequence[Any]) -> None:
         self.rank.step(samples, 500)
 
-    def floor_bytes(self) -> int:
-        """Weights, gradients and Adam's state of this rank; activations come on top."""
+    def floor_bytes(self, samples: Sequence[Any]) -> int:
+        """Weights, gradients and Adam's state of this rank, and the activations of the largest
+        forward of these samples."""
         parameters = list(self.rank.model.parameters())
         weights = sum(p.nbytes for p in parameters)
         gradients = sum(p.numel() * 4 for p in parameters if p.requires_grad)
-        return weights + gradients + self.rank._optimizer.state_bytes()
+        state = self.rank._optimizer.state_bytes()
+        return weights + gradients + state + self._activation_bytes(samples)
+
+    def _activation_bytes(self, samples: Sequence[Any]) -> int:
+        """What the backward pass of the largest micro-batch needs of its forward pass, float32.
+
+        A token and layer: the inputs of two norms and of what follows them (4 H), queries and keys
+        before their norms, then queries, keys, values and the result of attention and its sums,
+        the result again as the projection's input; of each of its k experts input, gate, up and
+        their weighted product (H + 3 F). At the end the head's input and a row of logits for each
+        response token.
+        """
+        config, student = self.rank.model.config, self.rank.config
+        h, heads = config.hidden_size, config.num_attention_heads
+        q, kv = heads * config.kv_channels, config.num_query_groups * config.kv_channels
+        experts = config.moe_router_topk * (h + 3 * (config.moe_ffn_hidden_size or 0))
+        layer = 4 * h + (q + kv) + (q + 2 * kv) + (2 * q + heads) + experts
+        largest = 0
+        for plan in self.rank._plan([(s.prompt_ids, s.response_ids) for s in samples]):
+            rows = plan.rows[self.rank._dp_rank]
+            own = [samples[i] for i in rows if i is not None]
+            tokens = plan.lengths[self.rank._dp_rank] * (1 if student.packing else len(rows))
+            answers = sum(len(s.response_ids) for s in own)
+            kept = config.num_layers * tokens * (h if student.recompute == "layers" else layer)
+            if student.recompute == "layers":  # one layer at a time is there whole
+                kept += tokens * layer
+            head = 0 if student.loss_head == "fused" else self.rank.family.vocabulary
+            largest = max(largest, kept + answers * (h + head))
+        return 4 * largest
 
 
 class Transformers:
@@ -212,7 +243,7 @@ def bench_one_process(samples_a_step: int, steps: int) -> dict[str, Any]:
             "ratio": theirs / mine,
             "outside_forward_backward": 1 - ours.inside_s / sum(a for a, _ in pairs),
             "peak_over_start_mib": (_status("VmHWM") - ours.before) / 2**20,
-            "floor_mib": ours.floor_bytes() / 2**20,
+            "floor_mib": ours.floor_bytes(samples) / 2**20,
         }
         ours.rank.close()
     return out
@@ -245,14 +276,14 @@ def _rank(rank: int, layout: dict[str, int], port: int, count: int, steps: int, 
 
     torch.set_num_threads(1)
     prepared, samples = quickstart_samples(count)
-    ours = Ours(prepared, {}, rank, layout, port)
+    ours = Ours(prepared, {"packing": True}, rank, layout, port)
     ours.step(samples)
     times = [timed(ours.step, samples) for _ in range(steps)]
     pipe.send(
         {
             "seconds": statistics.median(times),
             "peak_over_start_mib": (_status("VmHWM") - ours.before) / 2**20,
-            "floor_mib": ours.floor_bytes() / 2**20,
+            "floor_mib": ours.floor_bytes(samples) / 2**20,
         }
     )
 
@@ -300,7 +331,15 @@ def main() -> None:
     result: dict[str, Any] = {"fill": fill(arguments.samples)}
     result["one_process"] = bench_one_process(arguments.samples, arguments.steps)
     if arguments.ranks > 1:
-        result["several"] = bench_ranks(arguments.ranks, arguments.samples, arguments.steps)
+        several = bench_ranks(arguments.ranks, arguments.samples, arguments.steps)
+        plain = [
+            v["transformers_tokens_per_s"]
+            for v in result["one_process"].values()
+            if isinstance(v, dict)
+        ]
+        # Not in turns with them, but in the same run.
+        several["ratio"] = several["tokens_per_s"] / statistics.median(plain)
+        result["several"] = several
     for name, value in {**result.pop("one_process"), **result}.items():
         print(f"{name}: {value}")
         result[name] = value

@@ -13,13 +13,9 @@ import numpy as np
 
 from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
-from mopd.rollout.manifest import (
-    checkpoint_manifest,
-    file_header,
-    file_manifest,
-    require_same_sums,
-    require_same_tensors,
-)
+from mopd.protocols import Sequences
+from mopd.rollout.manifest import checkpoint_manifest, require_same_sums
+from mopd.rollout.updates import WeightUpdates
 from mopd.types import Prompt, Rollout, TopK, UpdateProof, finish_reason
 
 _GIB = 2**30
@@ -88,14 +84,12 @@ class RolloutEngine:
 
         if not gpu:
             torch.set_num_threads(config.threads_per_engine)
-        self._expected = checkpoint_manifest(model)
+        expected = checkpoint_manifest(model)
         self._allowed = list(range(valid_vocab)) if valid_vocab < vocab_size else None
         self._eos = list(eos_token_ids)
         self._ignore_eos = config.ignore_eos
         self._seed = seed
         self.weight_version = 0
-        self._header = b""
-        self._learned = b""
         cpu = {} if gpu else cpu_arguments(max_model_len, config.max_response_tokens)
         memory = (
             {}
@@ -127,6 +121,7 @@ class RolloutEngine:
             **({"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}),
             **({"weight_transfer_config": {"backend": transfer}} if transfer else {}),
         )
+        self._updates = WeightUpdates(self._llm, expected, self._said)
         self._recorded = record_routes and not gpu
         if self._recorded:
             self._llm.collective_rpc("mopd_record_routes")
@@ -213,9 +208,7 @@ class RolloutEngine:
             routed_experts=routes.get(output.request_id),
         )
 
-    def logprobs(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[list[float]]:
+    def logprobs(self, sequences: Sequences) -> list[list[float]]:
         """[R] logprobs at temperature 1 of each (prompt ids, response ids)'s response ids."""
         from vllm import SamplingParams
 
@@ -241,7 +234,7 @@ class RolloutEngine:
         path: Path | None,
         version: int,
         word_sums: Mapping[str, int] | None = None,
-        probe: Sequence[tuple[Sequence[int], Sequence[int]]] = (),
+        probe: Sequences = (),
     ) -> UpdateProof:
         """Take version `version` and forget every cached prefix.
 
@@ -255,7 +248,12 @@ class RolloutEngine:
         """
         started = time.perf_counter()
         what = f"weights version {version}"
-        held = self._arrived() if path is None else self._load_checked(path, what, probe)
+        if path is None:
+            held = self._updates.arrived()
+        else:
+            self._updates.check(path, what)
+            self.weight_version = -1  # until the new weights are in, the engine holds no version
+            held = self._updates.load(path, probe)
         if word_sums is not None:
             for sums in held:
                 require_same_sums(sums, word_sums, what)
@@ -263,7 +261,8 @@ class RolloutEngine:
         self.weight_version = version
         loaded = time.perf_counter()
         logprobs = self.logprobs(probe) if probe else []
-        return UpdateProof(logprobs, loaded - started, time.perf_counter() - loaded)
+        probed = time.perf_counter()
+        return UpdateProof(logprobs, loaded - started, probed - loaded, self._updates.direct)
 
     def transfer(self, method: str, info: dict[str, Any] | None) -> None:
         """One call of vLLM's weight-transfer protocol, from the trainer's side of it.
@@ -274,46 +273,12 @@ class RolloutEngine:
         """
         if method == "start_weight_update":
             self.weight_version = -1  # until `update_weights` has seen what came
-            self._llm.collective_rpc("mopd_watch_loading")
-        elif method == "update_weights":
-            assert info is not None
-            shapes = {n: tuple(s) for n, s in zip(info["names"], info["shapes"], strict=True)}
-            # Buckets: what is not in this one comes in another, or is missed at the end.
-            expected = {n: s for n, s in self._expected.items() if n in shapes}
-            require_same_tensors(shapes, expected, "a bucket of new weights")
-        self._llm.collective_rpc(method, args=() if info is None else (info,))
+        self._updates.transfer(method, info)
 
-    def _arrived(self) -> list[dict[str, int]]:
-        """Per worker process, the fingerprints of what the last transfer brought; all of it."""
-        held: list[dict[str, int]] = self._llm.collective_rpc("mopd_arrived")
-        for sums in held:
-            missing = sorted(self._expected.keys() - sums.keys())
-            if missing:
-                raise WeightSyncError(
-                    f"{len(missing)} of {len(self._expected)} tensors never came: "
-                    f"{', '.join(missing[:20])}"
-                )
-        return held
-
-    def _load_checked(
-        self, path: Path, what: str, probe: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> list[dict[str, int]]:
-        """Load the file if it is one of this model; as `_load`."""
-        header = file_header(path)
-        again = header == self._header
-        if not again:
-            require_same_tensors(file_manifest(path), self._expected, what)
-        self._header = header
-        self.weight_version = -1  # until the new weights are in, the engine holds no version
-        # Who sends the same file a second time will send it many times.
-        if again and probe and header != self._learned:
-            self._learned = header
-            self._learn_places(path, probe)
-        return self._load(path)
-
-    def _load(self, path: Path) -> list[dict[str, int]]:
-        """Per worker process, the fingerprints of what it holds now."""
-        return self._llm.collective_rpc("mopd_load_weights", args=(str(path),))  # type: ignore[no-any-return]
+    def _said(self, probe: Sequences) -> list[list[float]]:
+        """`logprobs`, computed anew."""
+        self._forget_prefixes("comparing two ways to load weights")
+        return self.logprobs(probe)
 
     def _forget_prefixes(self, what: str) -> None:
         # Prefixes cached under the old weights would be reused, silently, by the new ones.
@@ -322,22 +287,6 @@ class RolloutEngine:
                 f"{what}: the prefix cache could not be reset; "
                 "requests were still running during the update"
             )
-
-    def _learn_places(
-        self, path: Path, probe: Sequence[tuple[Sequence[int], Sequence[int]]]
-    ) -> None:
-        """Have updates copied straight to their places (`mopd.rollout.direct_load`), if the model
-        then says exactly what it says after vLLM's own update."""
-        if not all(self._llm.collective_rpc("mopd_learn_places", args=(str(path),))):
-            self._llm.collective_rpc("mopd_set_direct", args=(False,))
-            return
-        said = []
-        for direct in (True, False):  # first over the counters that learning has left behind
-            self._llm.collective_rpc("mopd_set_direct", args=(direct,))
-            self._load(path)
-            self._forget_prefixes("comparing two ways to load weights")
-            said.append(self.logprobs(probe))
-        self._llm.collective_rpc("mopd_set_direct", args=(said[0] == said[1],))
 
 
 def cpu_arguments(max_model_len: int, max_response_tokens: int) -> dict[str, Any]:

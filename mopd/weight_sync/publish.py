@@ -108,6 +108,7 @@ class VerifiedWeightSync:
             "sync/export_s": exported - started,
             "sync/load_s": max(p.load_s for p in proofs),
             "sync/probe_s": max(p.probe_s for p in proofs),
+            "sync/direct": float(all(p.direct for p in proofs)),
             "sync/wait_s": time.perf_counter() - loaded,
         }
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
+from mopd.kernels.word_sums import word_sums
 from mopd.types import Prompt, Rollout
 
 LONG = 150
@@ -58,6 +59,11 @@ def checkpoint(folder: Path, seed: int) -> Path:
     return folder
 
 
+def fingerprints(path: Path) -> dict[str, int]:
+    weights = load_file(path)
+    return dict(zip(weights, word_sums(list(weights.values())), strict=True))
+
+
 class Rig:
     """Two engines on checkpoint A, the checkpoints, and transformers' own logprobs."""
 
@@ -83,8 +89,9 @@ class Rig:
 
         return self.do(collect())
 
-    def update(self, name: str, version: int) -> None:
-        self.do(self.pool.update_weights(self.paths[name] / "model.safetensors", version))
+    def update(self, name: str, version: int, probe: Any = ()) -> Any:
+        path = self.paths[name] / "model.safetensors"
+        return self.do(self.pool.update_weights(path, version, fingerprints(path), probe))
 
     def all_logprobs(self, name: str, rollout: Rollout, temperature: float) -> torch.Tensor:
         ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.response_ids]])
@@ -188,10 +195,25 @@ def test_c39_ids_no_tokenizer_has_are_never_sampled(rig: Rig) -> None:
     assert mass.max() > 0.2
 
 
-def test_c32_c33_updates_take_effect_again_and_again(rig: Rig) -> None:
+@pytest.mark.parametrize("way", ["vllm", "direct"])
+def test_c32_c33_updates_take_effect_again_and_again(rig: Rig, way: str) -> None:
+    """By vLLM's own reload, and copied to the places that were learned from it. What is learned is
+    the first file that comes a second time with a probe; both engines say what they do."""
     asked = requests(12, length=LONG)
+    probe = [] if way == "vllm" else [((3, 8, 13), (60, 2, 33)), ((5,), (17, 40))]
+    if probe:
+        rig.update("b", 0, probe)
+        rig.update("b", 0, probe)
     for version, name in enumerate("abab", start=1):
-        rig.update(name, version)
+        proofs = rig.update(name, version, probe)
+        assert [p.direct for p in proofs] == [way == "direct"] * 2
+        for proof in proofs:
+            for (prompt, response), got in zip(probe, proof.logprobs, strict=True):
+                with torch.no_grad():
+                    logits = rig.models[name](torch.tensor([[*prompt, *response]])).logits[0]
+                want = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+                want = want.gather(1, torch.tensor(response)[:, None])[:, 0]
+                assert torch.allclose(torch.tensor(got), want, atol=1e-4)
         for temperature in (1.0, 0.0):
             rollouts = rig.generate(asked, temperature)
             assert {r.weight_version for r in rollouts} == {version}
@@ -211,6 +233,27 @@ def test_c32_c33_updates_take_effect_again_and_again(rig: Rig) -> None:
             want = logits.log_softmax(-1)[len(prompt) - 1 : -1]
             want = want.gather(1, torch.tensor(response)[:, None])[:, 0]
             assert torch.allclose(torch.tensor(got), want, atol=1e-4)
+
+
+def test_a_tensor_that_is_not_the_trainers_is_named(rig: Rig, tmp_path: Path) -> None:
+    """In both ways to load: one number of one tensor, in a file of the right names and shapes."""
+    path = tmp_path / "model.safetensors"
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    for probe in ([], [((3, 8), (60, 2))]):
+        weights = load_file(rig.paths["b"] / "model.safetensors")
+        expected = fingerprints(rig.paths["b"] / "model.safetensors")
+        weights[name][5, 7] += 1e-6
+        save_file(weights, path, metadata={"format": "pt"})
+        with pytest.raises(WeightSyncError, match=f"engine 0: .* 1 of .*differ.*: {name}"):
+            rig.do(rig.pool.update_weights(path, 9, expected, probe))
+        assert {r.weight_version for r in rig.generate(requests(2), 1.0)} == {-1}
+
+
+def test_a_file_that_no_engine_sees(rig: Rig, tmp_path: Path) -> None:
+    rig.update("a", 0)
+    with pytest.raises(WeightSyncError, match="engine 0: .*there is no .*transport=shared_memory"):
+        rig.do(rig.pool.update_weights(tmp_path / "gone.safetensors", 1))
+    assert {r.weight_version for r in rig.generate(requests(2), 1.0)} == {0}
 
 
 def test_a_sample_does_not_depend_on_engine_or_batch(rig: Rig) -> None:

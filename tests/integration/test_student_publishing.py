@@ -81,6 +81,7 @@ def _fitting(kind: str, parallel: dict[str, int]) -> dict[str, int]:
 def one_bucket_at_a_time(c: Context) -> None:
     """Rank 0 never holds more than a bucket of tensors that are not its own, and hands them out
     in the order that was announced."""
+    from mopd.kernels.word_sums import word_sums
     from mopd.student import exchange
 
     student = c.student("moe", parallel={"dp": 2, "ep": 2})
@@ -99,8 +100,12 @@ def one_bucket_at_a_time(c: Context) -> None:
         largest = max(p.nbytes for parts in publisher._plan.owned for p in parts)
         limit = 2 * largest
         whole = dict(publisher.stream(limit))
+        everywhere = dict(publisher.everywhere(limit))
     finally:
         weights.receive = receive  # type: ignore[attr-defined]
+    # For engines on each rank's own GPU, every rank gets them; here compared by fingerprint.
+    names, sums = list(everywhere), word_sums(list(everywhere.values()))
+    assert dict(zip(names, sums, strict=True)) == publisher.word_sums()
     if c.rank == 0:
         total = sum(tensor.nbytes for tensor in whole.values())
         assert list(whole) == list(publisher.manifest)

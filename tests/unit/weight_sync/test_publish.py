@@ -73,7 +73,7 @@ def test_new_weights_arrive_everywhere_and_no_file_is_left(tmp_path: Path, trans
     assert engines.weights == [0.5, 0.5] and engines.versions == [7]
     assert metrics.pop("sync/probe_error") == 0.0
     assert metrics.pop("sync/load_s") == 0.25 and metrics.pop("sync/probe_s") == 0.5
-    assert metrics.keys() == {"sync/export_s", "sync/wait_s"}
+    assert metrics.keys() == {"sync/export_s", "sync/wait_s", "sync/direct"}
     student.weight = 0.75
     asyncio.run(publisher.publish(8))
     assert engines.weights == [0.75, 0.75]
