@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--host", default="127.0.0.1", help="loopback unless said otherwise")
     serve.add_argument("--port", type=int, default=8000, help="0 takes any free port")
     for name, text in (
-        ("add", "give a teacher of a run one more server, from its next step on"),
-        ("remove", "take a server from a teacher of a run, from its next step on"),
+        ("add", "give a run one more teacher, or a teacher one more server, from a next step on"),
+        ("remove", "take a server, or a teacher that was added, from a run, from a next step on"),
     ):
         change = action(name, text, "RUN_DIR")
         change.add_argument("name", metavar="NAME")
@@ -41,6 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             change.add_argument(
                 "--endpoint", help="URL of a server that runs; else the run starts one more"
             )
-            change.add_argument("--model", help="the name that it must serve")
+            change.add_argument(
+                "--model",
+                help="the name that it must serve; of a new teacher without --endpoint, a folder",
+            )
+            change.add_argument(
+                "--domain", help="NAME is new, and scores this domain in its teacher's place"
+            )
         else:
-            change.add_argument("--endpoint", required=True, help="its URL, as `list` shows it")
+            change.add_argument(
+                "--endpoint", help="URL of one server, as `list` shows it; else the whole teacher"
+            )

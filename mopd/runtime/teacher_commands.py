@@ -192,7 +192,14 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _change(arguments: argparse.Namespace) -> int:
     request = {"op": arguments.action, "teacher": arguments.name, "endpoint": arguments.endpoint}
     if arguments.action == "add":
-        request["model"] = arguments.model
+        request |= {"model": arguments.model, "domain": arguments.domain}
+        if arguments.domain and not (arguments.model or arguments.endpoint):
+            raise ConfigError("a new teacher needs --model (a checkpoint to serve) or --endpoint")
+        if arguments.model and not (arguments.domain or arguments.endpoint):
+            raise ConfigError(
+                "--model is the name that the server at --endpoint must serve, or with --domain a "
+                "new teacher's checkpoint; a server that the run starts has its teacher's own"
+            )
     request_change(Path(arguments.place), request)
     print("the run takes it up at its next step; `mopd teachers list` shows it then")
     return 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
 from mopd.runtime.startup import Startup
 from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, client_of, server_spec
+from mopd.runtime.teacher_changes import TeacherChanges
 from mopd.runtime.teacher_keeper import TeacherKeeper
-from mopd.runtime.teacher_registry import record_change, take_requests, write_registry
+from mopd.runtime.teacher_registry import write_registry
 from mopd.types import Prompt, Rollout, TeacherScore, TopK, finish_reason
 from mopd_teachers.client import Endpoint, TeacherClient, sample_seed
 from mopd_teachers.errors import TeacherError as ServerError
@@ -60,13 +62,14 @@ class TeacherFleet:
         self._tokenized = tokenized
         self._top_k = top_k if support == "teacher" else 0
         self._from_student = top_k > 0 and support == "student"
-        self._config = config
+        self._config = replace(config, teachers=dict(config.teachers))  # some may come and go
         self._host, self._log_dir = host, log_dir
         self._needed = needed_tokens
         self._keepers: dict[str, TeacherKeeper] = {}
         self._starting: list[ManagedReplica] = []
-        self._step = ""
-        self._changing: asyncio.Task[None] | None = None
+        self._changes = TeacherChanges(
+            self._config, log_dir, self._keepers, self._start_late, self._new_replica
+        )
         self._note: Callable[[str], None] = lambda text: None
 
     @classmethod
@@ -127,7 +130,14 @@ class TeacherFleet:
         return self._keepers[name].client
 
     async def _start_teacher(
-        self, name: str, config: TeacherConfig, startup: Startup, *, needed: int, scores_topk: bool
+        self,
+        name: str,
+        config: TeacherConfig,
+        startup: Startup,
+        *,
+        needed: int,
+        scores_topk: bool,
+        late: bool = False,
     ) -> None:
         with startup.waiting(f"teacher {name}"):
             try:
@@ -137,11 +147,12 @@ class TeacherFleet:
                     endpoints = [Endpoint(url, config.model, key) for url in config.endpoints]
                 else:
                     spec = server_spec(name, config, host=self._host, api_key=key)
-                    managed = [
-                        ManagedReplica(config, spec, self._log(name, i))
-                        for i in range(config.replicas)
-                    ]
-                    self._starting += managed
+                    for i in range(config.replicas):
+                        if late:
+                            managed.append(self._new_replica(name, config, i))
+                        else:
+                            managed.append(ManagedReplica(config, spec, self._log(name, i)))
+                            self._starting.append(managed[-1])
                     endpoints = list(await asyncio.gather(*(m.start() for m in managed)))
                 client = client_of(name, config, endpoints)
                 self._keepers[name] = TeacherKeeper(name, config, client, managed, startup.note)
@@ -187,10 +198,12 @@ class TeacherFleet:
     ) -> Mapping[str, TeacherScore | TeacherFailed]:
         """Each sample by its own domain's teacher, or by the one that is named, which scores the
         sampled tokens alone. What happens when one fails: see `TeacherKeeper`."""
-        self._take_changes(rollouts)
+        if rollouts:
+            step = rollouts[0].sample_id.partition(":")[0]
+            self._changes.begin_step(step, self._note, self._write_registry)
         plain = teacher is not None
         names = {
-            r.sample_id: teacher or self._config.domains[r.prompt.domain].teacher for r in rollouts
+            r.sample_id: teacher or self._changes.teacher_of(r.prompt.domain) for r in rollouts
         }
         by_member: dict[str, list[ScoreItem]] = {}
         for rollout in rollouts:
@@ -226,57 +239,37 @@ class TeacherFleet:
 
     # ---- changes while the run goes on ------------------------------------------------------
 
-    def _take_changes(self, rollouts: Sequence[Rollout]) -> None:
-        """Once a step, begin what `mopd teachers add|remove` asked for; scoring does not wait."""
-        step = rollouts[0].sample_id.partition(":")[0] if rollouts else self._step
-        busy = self._changing is not None and not self._changing.done()
-        if step == self._step or busy:
-            return
-        self._step = step
-        requests = list(take_requests(self._log_dir))
-        if requests:
-            self._changing = asyncio.ensure_future(self._change(requests))
+    def _new_replica(self, name: str, config: TeacherConfig, number: int) -> ManagedReplica:
+        """A server beyond those that the run reserved at its start."""
+        spec = server_spec(name, config, host=self._host, api_key=api_key_of(config))
+        # On one machine all take turns on the cores, and this one takes its turn, too.
+        alone = self._config.ray.address is None
+        cpus = 0 if alone else config.threads
+        replica = ManagedReplica(config, spec, self._log(name, number), cpus=cpus)
+        self._starting.append(replica)
+        return replica
 
-    async def _change(self, requests: Sequence[Mapping[str, Any]]) -> None:
-        for request in requests:
-            try:
-                outcome = await self._changed(request)
-            except Exception as error:  # the run goes on with the servers that it has
-                outcome = f"refused: {for_user(error)}"
-            self._note(f"teachers {request['op']}: {outcome}")
-            record_change(self._log_dir, request, outcome)
-        self._write_registry()
-
-    async def _changed(self, request: Mapping[str, Any]) -> str:
-        name, url = request.get("teacher"), request.get("endpoint")
-        if request["op"] not in ("add", "remove") or name not in self._keepers:
-            raise TeacherError(f"no such request can be met: {dict(request)}")
-        keeper = self._keepers[str(name)]
-        if request["op"] == "remove":
-            await keeper.remove(str(url))
-            return f"{url} is no server of {name} any more"
-        config, key = keeper.config, api_key_of(keeper.config)
-        if url is None and config.model is None:
-            raise TeacherError(f"teacher {name} has no checkpoint from which to start a server")
-
-        def start() -> ManagedReplica:
-            spec = server_spec(keeper.name, config, host=self._host, api_key=key)
-            log = self._log(keeper.name, len(keeper.managed))
-            # On one machine all take turns on the cores, and this one takes its turn, too.
-            alone = self._config.ray.address is None
-            replica = ManagedReplica(config, spec, log, cpus=0 if alone else config.threads)
-            self._starting.append(replica)
-            return replica
-
-        endpoint = None if url is None else Endpoint(str(url), request.get("model"), key)
-        return f"{await keeper.add(endpoint, start)} serves {name}, too"
+    async def _start_late(self, name: str, config: TeacherConfig) -> None:
+        """One more teacher, that must be able to take the longest sample of any domain."""
+        before = len(self._starting)
+        startup = Startup(lambda waiting: None, self._note)
+        needed = max(self._needed.values(), default=0)
+        try:
+            await self._start_teacher(
+                name, config, startup, needed=needed, scores_topk=True, late=True
+            )
+        except BaseException:
+            keeper = self._keepers.pop(name, None)
+            ending = [replica.stop() for replica in self._starting[before:]]
+            if keeper is not None:
+                ending.append(keeper.close())
+            await asyncio.gather(*ending, return_exceptions=True)
+            raise
 
     def _write_registry(self) -> None:
         rows = []
         for name, keeper in self._keepers.items():
-            domains = self._config.domains.items()
-            own = [d for d, domain in domains if name in members_of(self._config, domain.teacher)]
-            rows.append(keeper.row() | {"domains": own})
+            rows.append(keeper.row() | {"domains": self._changes.domains_of(name)})
         write_registry(self._log_dir, rows)
 
     def _item(self, rollout: Rollout, plain: bool) -> ScoreItem:
@@ -353,8 +346,7 @@ class TeacherFleet:
 
     async def close(self) -> None:
         """End every server and connection; returns when none is left."""
-        if self._changing is not None:
-            self._changing.cancel()
+        await self._changes.close()
         await asyncio.gather(
             *(keeper.close() for keeper in self._keepers.values()),
             *(managed.stop() for managed in self._starting),

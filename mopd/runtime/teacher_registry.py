@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mopd.config.wording import nearest
 from mopd.errors import ConfigError
 
 
@@ -39,14 +40,27 @@ def read_registry(run_dir: Path) -> list[dict[str, Any]]:
 def request_change(run_dir: Path, request: Mapping[str, Any]) -> None:
     """Leave a request for the run. Raises ConfigError when it could not be meant for this run."""
     rows = {row["name"]: row for row in read_registry(run_dir)}
-    row = rows.get(str(request["teacher"]))
-    if row is None:
-        raise ConfigError(f"{run_dir} has no teacher {request['teacher']!r}; it has {sorted(rows)}")
-    urls = [server["url"] for server in row["servers"]]
-    if request["op"] == "remove" and request["endpoint"] not in urls:
+    name, domain = str(request["teacher"]), request.get("domain")
+    row = rows.get(name)
+    if domain is not None:
+        domains = sorted({d for each in rows.values() for d in each["domains"]})
+        if row is not None:
+            raise ConfigError(
+                f"{run_dir} has a teacher {name!r} already: take another name, or leave --domain "
+                "out to give it one more server"
+            )
+        if domain not in domains:
+            raise ConfigError(f"{run_dir} has no domain {domain!r}{nearest(domain, domains)}")
+    elif row is None:
         raise ConfigError(
-            f"teacher {row['name']} has no server {request['endpoint']!r}; it has {urls}"
+            f"{run_dir} has no teacher {name!r}; it has {sorted(rows)}"
+            + ("; a new one needs --domain" if request["op"] == "add" else "")
         )
+    else:
+        urls = [server["url"] for server in row["servers"]]
+        wanted = request.get("endpoint")
+        if request["op"] == "remove" and wanted is not None and wanted not in urls:
+            raise ConfigError(f"teacher {name} has no server {wanted!r}; it has {urls}")
     folder = run_dir / "logs" / "teacher-requests"
     folder.mkdir(exist_ok=True)
     _replace(folder / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json", dict(request))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_teacher import FakeServer, client, logprob
 
+from mopd.config.load import load_config
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
 from mopd.errors import ConfigError
 from mopd.runtime.startup import Startup
@@ -33,8 +34,8 @@ def test_servers_are_added_and_removed_at_the_next_step_and_it_is_recorded(tmp_p
     async def step(fleet: TeacherFleet, number: int) -> None:
         scores = await fleet.score(rollouts(number))
         assert all(isinstance(score, TeacherScore) for score in scores.values())
-        if fleet._changing is not None:
-            await fleet._changing
+        if fleet._changes.task is not None:
+            await fleet._changes.task
         fleet.metrics()
 
     async def scenario() -> None:
@@ -84,11 +85,95 @@ def test_servers_are_added_and_removed_at_the_next_step_and_it_is_recorded(tmp_p
     assert len([n for n in notes if n.startswith("teachers ")]) == 4
 
 
+RUN = """
+name: changing
+student: {{model: {base}}}
+rollout: {{max_response_tokens: 8}}
+teachers: {{t: {{endpoints: ["{url}"], model: m}}}}
+domains: {{d: {{teacher: t, prompts: {{task: spell_backward}}}}}}
+train: {{steps: 10, prompts_per_step: 4}}
+"""
+
+
+def other_scores(context: list[int], token: int) -> float:
+    """Another model: whole nats apart."""
+    return logprob(context, token) - 3.0 * (token % 2)
+
+
+def test_a_new_teacher_takes_a_domain_over_and_gives_it_back(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[3] / "demo/models"
+    samples = {f"{step}": rollouts(step) for step in range(12)}
+
+    async def scenario() -> None:
+        async with FakeServer("m") as old, FakeServer("n", score=other_scores) as new:
+            (tmp_path / "run.yaml").write_text(RUN.format(base=demo / "base", url=old.url))
+            config = load_config([tmp_path / "run.yaml"])
+            fleet = TeacherFleet(
+                config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[]
+            )
+            await fleet.start(Startup(lambda waiting: None, lambda text: None))
+
+            async def whose(step: int) -> str:
+                scores = await fleet.score(samples[str(step)])
+                if fleet._changes.task is not None:
+                    await fleet._changes.task
+                fleet.metrics()
+                found = set()
+                for rollout in samples[str(step)]:
+                    score = scores[rollout.sample_id]
+                    assert isinstance(score, TeacherScore)
+                    plain = [logprob([4, 5], 6), logprob([4, 5, 6], rollout.response_ids[1])]
+                    tuned = [other_scores([4, 5], 6),
+                             other_scores([4, 5, 6], rollout.response_ids[1])]  # fmt: skip
+                    assert list(score.logprobs) in (plain, tuned)
+                    if plain != tuned:
+                        found.add("t" if list(score.logprobs) == plain else "u")
+                (name,) = found
+                return name
+
+            def asked(**request: Any) -> None:
+                request_change(tmp_path, {"op": "add", "teacher": "u", "domain": "d"} | request)
+
+            assert await whose(0) == "t"
+            asked(endpoint=new.url, model="another name")
+            asked(model=str(demo / "nothing"))
+            asked(endpoint=new.url, model="n")
+            assert await whose(1) == "t"  # it is being asked meanwhile
+            assert await whose(2) == "u" == await whose(3)
+            rows = {row["name"]: row["domains"] for row in read_registry(tmp_path)}
+            assert rows == {"t": [], "u": ["d"]}
+            assert config.domains["d"].teacher == "t" and "u" not in config.teachers
+            # The configured one is still asked by name, about held-out answers.
+            mine = await fleet.score(samples["3"], teacher="t")
+            assert mine["3:1:0"].logprobs[0] == logprob([4, 5], 6)  # type: ignore[union-attr]
+            with pytest.raises(ConfigError, match="has a teacher 'u' already"):
+                asked(endpoint=new.url)
+            with pytest.raises(ConfigError, match=r"no domain 'dd'; did you mean 'd'\?"):
+                asked(teacher="v", domain="dd", endpoint=new.url)
+            request_change(tmp_path, {"op": "remove", "teacher": "t", "endpoint": None})
+            request_change(tmp_path, {"op": "remove", "teacher": "u", "endpoint": None})
+            assert await whose(4) == "u"
+            posts = new.posts
+            assert await whose(5) == "t"
+            assert new.posts == posts
+            assert [row["name"] for row in read_registry(tmp_path)] == ["t"]
+            await fleet.close()
+
+    asyncio.run(scenario())
+    lines = (tmp_path / "logs" / "teacher-changes.jsonl").read_text().splitlines()
+    outcomes = [json.loads(line)["outcome"] for line in lines]
+    assert "expected 'another name'" in outcomes[0]
+    assert "teachers.u.model" in outcomes[1] and "cannot score d" in outcomes[1]
+    assert outcomes[2] == "u scores d from the next step on"
+    assert "it stays" in outcomes[3] and outcomes[4] == "u scores nothing from the next step on"
+
+
 def test_a_change_that_cannot_be_meant_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"teachers.json cannot be read.*has begun"):
         request_change(tmp_path, {"op": "add", "teacher": "t", "endpoint": "http://a:1"})
     (tmp_path / "logs").mkdir()
-    rows = {"time": 0, "teachers": [{"name": "t", "servers": [{"url": "http://a:1"}]}]}
+    row = {"name": "t", "servers": [{"url": "http://a:1"}], "domains": ["d"]}
+    rows = {"time": 0, "teachers": [row]}
     (tmp_path / "logs" / "teachers.json").write_text(json.dumps(rows))
     with pytest.raises(ConfigError, match=r"no teacher 'u'; it has \['t'\]"):
         request_change(tmp_path, {"op": "add", "teacher": "u", "endpoint": "http://a:1"})
