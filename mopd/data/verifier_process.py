@@ -157,7 +157,8 @@ def _serve(pipe: Connection) -> None:
     number, (domain, config) = pipe.recv()
     limits = config.verifier
     try:
-        confine(f"domains.{domain}.verifier", limits.memory_gib, limits.network)
+        if limits.target is not None:
+            confine(f"domains.{domain}.verifier", limits.memory_gib, limits.network)
         verifier = build_verifier(limits, domain, config.prompts)
         assert verifier is not None
     except ConfigError as error:
