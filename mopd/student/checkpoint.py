@@ -76,8 +76,8 @@ def save(
     parallel.on_rank_zero(begin, what)
     if megatron is None:
         weights.write(parameters, temporary / WEIGHTS)
-        for moment, tensors in optimizer.moments().items():
-            weights.write(tensors, temporary / f"{moment}.safetensors")
+        for moment in MOMENTS:
+            weights.write(optimizer.moment(moment), temporary / f"{moment}.safetensors")
     else:
         everything = megatron_format.groups(parameters, optimizer.moments())
         megatron_format.save(megatron, everything, temporary / MEGATRON)
@@ -102,10 +102,7 @@ def load(
     state = _read_state(directory, {"format": FORMAT, **identity})
     random_state = SafetensorsFolder(directory / RNG).get("cpu")
     # Zeros: a row that pads the vocabulary here may be in no checkpoint.
-    moments = {
-        moment: {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-        for moment, tensors in optimizer.moments().items()
-    }
+    moments = optimizer.empty_moments()
     if state.get("tensors", "huggingface") == "megatron":
         everything = megatron_format.groups(parameters, moments)
         megatron_format.load(model, everything, directory / MEGATRON)

@@ -53,8 +53,11 @@ def save(model: Any, tensors: Groups, folder: Path) -> None:
     sharded, rest = _sharded(model, tensors)
     with cpu_platform.quiet_build():
         request = dist_checkpointing.save({**sharded, **rest}, str(folder), async_sharded_save=True)
-    _write(request)
-    dist.barrier()
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, _write(request))
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise ModelError(f"{folder}: rank {rank} could not write it ({failure}).")
     try:
         for finalize in request.finalize_fns:
             finalize()
@@ -62,12 +65,13 @@ def save(model: Any, tensors: Groups, folder: Path) -> None:
         raise ModelError(f"{folder}: could not be written ({_first_cause(error)}).") from error
 
 
-def _write(request: Any) -> None:
-    """What Megatron's `write_preloaded_data_multiproc` does with a process for each file."""
+def _write(request: Any) -> str | None:
+    """What Megatron's `write_preloaded_data_multiproc` does with a process for each file; returns
+    what went wrong."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     if request.async_fn is None:
-        return  # nothing of which this rank is the first holder
+        return None  # nothing of which this rank is the first holder
     transforms = request.async_fn.args[0]
     _, _, results = request.async_fn_args
     written: dict[int, Any] = {}
@@ -79,8 +83,8 @@ def _write(request: Any) -> None:
             transforms, place, bucket, outcome, counter, use_fsync=True
         )
         _, written[place] = outcome.get_nowait()
-    failed = next((w for w in written.values() if isinstance(w, Exception)), None)
-    results.put(failed or written)
+    results.put(written)
+    return next((str(w) for w in written.values() if isinstance(w, Exception)), None)
 
 
 def load(model: Any, into: Groups, folder: Path) -> None:

@@ -143,8 +143,19 @@ class Optimizer:
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Adam's moments, by moment and Megatron name; zeros before the first step. Collective."""
+        return {moment: self.moment(moment) for moment in MOMENTS}
+
+    def moment(self, moment: str) -> dict[str, Tensor]:
+        """One of them: with the distributed optimizer each is gathered whole. Collective."""
+        return {name: self._moment(name, moment) for name in self._parameters}
+
+    def empty_moments(self) -> dict[str, dict[str, Tensor]]:
+        """Zeros in the shape of `moments`."""
         return {
-            moment: {name: self._moment(name, moment) for name in self._parameters}
+            moment: {
+                name: torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+                for name, parameter in self._parameters.items()
+            }
             for moment in MOMENTS
         }
 
