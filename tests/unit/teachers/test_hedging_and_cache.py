@@ -121,6 +121,20 @@ def test_the_first_answers_where_the_second_fails() -> None:
     assert (metrics["hedges"], metrics["hedges_won"]) == (1, 0)
 
 
+def test_the_second_answers_where_the_first_fails_after_it_was_asked() -> None:
+    class Failing(Slow):
+        async def _spoiled(self, request: web.Request, body: dict[str, Any]) -> Any:
+            await super()._spoiled(request, body)
+            return web.Response(status=500) if self.armed else None
+
+    servers = [Failing(wait_s=0.4), Slow(wait_s=0.8)]
+    scores, metrics = asyncio.run(
+        run(servers, lambda t: t.score_batch([item("a")]), hedge_after_s=0.1, retries=0)
+    )
+    assert lists(scores) == {"a": expected(item("a"))}
+    assert (metrics["hedges"], metrics["retries"], metrics["failures"]) == (1, 0, 0)
+
+
 CACHE = 1 << 20
 
 
