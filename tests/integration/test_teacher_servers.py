@@ -252,6 +252,17 @@ def test_two_servers_at_once_have_ports_and_names_of_their_own(rig: Rig) -> None
         assert report.max_model_len == CONTEXT and report.fast_route
 
 
+def test_nobody_else_reaches_a_server_or_its_engine(rig: Rig) -> None:
+    """Every port of theirs listens on loopback."""
+    leader = psutil.Process(rig.a.pid)
+    family = [leader, *leader.children(recursive=True)]
+    listening = [
+        c.laddr for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN
+    ]
+    assert rig.a.port in {address.port for address in listening} and len(family) >= 2
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize("which", ["a", "b"])
 def test_c01_c06_scores_agree_with_transformers(rig: Rig, which: str) -> None:
     server, model = (rig.a, rig.dense) if which == "a" else (rig.b, rig.moe)
