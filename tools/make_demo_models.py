@@ -53,7 +53,7 @@ transformers_logging.disable_progress_bar()
 
 PAD, BOS, EOS = 256, 257, 258  # ids 0..255 are the bytes
 VOCAB = 260  # one row more than the tokenizer has ids, so that it divides over two ranks
-MAX_NEW_TOKENS = 16  # response budget of the demo, the end token included
+MAX_NEW_TOKENS = 16  # response budget, the end token included, unless a right answer is longer
 VALIDATION = 200  # items of each domain's training part that only steer the training
 UNUSED_LOGPROB = -30.0  # nats: where `silence` puts the row without a token, which nobody samples
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -71,6 +71,12 @@ class Domain:
     train: list[TaskItem]
     validation: list[TaskItem]
     held_out: list[TaskItem]
+
+    @property
+    def budget(self) -> int:
+        """Tokens (bytes) that every right answer fits in, its end token included."""
+        items = (*self.train, *self.validation, *self.held_out)
+        return max(MAX_NEW_TOKENS, 1 + max(len(item.answer.encode()) for item in items))
 
 
 def load_domains(path: Path) -> dict[str, Domain]:
@@ -195,14 +201,15 @@ def answers(
     tokenizer: PreTrainedTokenizerFast,
     prompts: Sequence[str],
     *,
+    budget: int,
     sample: bool = False,
 ) -> list[str]:
-    """Greedy answers (or samples at temperature 1) of at most MAX_NEW_TOKENS tokens."""
+    """Greedy answers (or samples at temperature 1) of at most `budget` tokens."""
     batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
     ids = model.generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
-        max_new_tokens=MAX_NEW_TOKENS,
+        max_new_tokens=budget,
         do_sample=sample,
         top_k=0,
         top_p=1.0,
@@ -226,7 +233,7 @@ def score(
 ) -> dict[str, float]:
     """Means over items: exact match, and the package's partial-credit score."""
     model.eval()
-    given = answers(model, tokenizer, [item.prompt for item in items])
+    given = answers(model, tokenizer, [item.prompt for item in items], budget=domain.budget)
     pairs = list(zip(given, items, strict=True))
     task, params = domain.spec["task"], domain.spec["params"]
     partial = [reasoning_gym_score(task, params, item, answer) for answer, item in pairs]
@@ -350,7 +357,9 @@ def silence(
     """
     items = [item for domain in domains.values() for item in domain.train[:400]]
     torch.manual_seed(seed)
-    drawn = answers(model, tokenizer, [item.prompt for item in items], sample=True)
+    budget = max(domain.budget for domain in domains.values())
+    prompts = [item.prompt for item in items]
+    drawn = answers(model, tokenizer, prompts, budget=budget, sample=True)
     drawn = [text.replace("<pad>", "") for text in drawn]
     wrong = [replace(item, answer=text) for item, text in zip(items, drawn, strict=True)]
     ids, mask, _ = encode_batch(tokenizer, [*items, *wrong])
