@@ -235,6 +235,21 @@ def test_another_model_under_the_same_name_scores_nothing(cache_bytes: int) -> N
     assert lists(scores) == {"a": expected(item("a"))} and metrics["cache_hits"] == 0
 
 
+def test_a_plain_server_that_was_found_another_model_scores_nothing_either() -> None:
+    server = FakeServer(fast=False)
+
+    async def use(teacher: TeacherClient) -> Any:
+        server.score = lambda context, token: logprob(context, token) - 3.0 * (token % 2)
+        assert not await teacher.revive(0)
+        found = (await teacher.score_batch([item("a")]))["a"]
+        assert isinstance(found, TeacherFailure) and found.cause == "stranger"
+        server.score = logprob
+        return await teacher.score_batch([item("a")])
+
+    scores, _ = asyncio.run(run([server], use, retries=0))
+    assert lists(scores) == {"a": expected(item("a"))}
+
+
 def test_a_server_that_does_not_answer_vouches_for_nothing() -> None:
     server = FakeServer()
 
