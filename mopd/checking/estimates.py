@@ -139,7 +139,7 @@ def memory_rows(
         rows += _on_gpu(role, each)
     if config.ray.address is None:
         have = available_bytes() if available is None else available
-        text = f"about {here / GIB:.1f} GiB of {have / GIB:.1f} GiB that are free here"
+        text = f"about {here / GIB:.1f} GiB, and {have / GIB:.1f} GiB are free here"
         if here > have:
             text += (
                 "; what to lower: train on fewer tokens at a time "
@@ -197,7 +197,7 @@ def _room(folder: Path, needed: float, what: str) -> Row:
         place = place.parent
     free = shutil.disk_usage(place).free
     status = FAILED if needed > free else WARNING if needed > ROOM * free else OK
-    text = f"{needed / GIB:.2f} GiB of {free / GIB:.1f} GiB that are free at {place}"
+    text = f"{needed / GIB:.2f} GiB, and {free / GIB:.1f} GiB are free at {place}"
     if not os.access(place, os.W_OK):
         status, text = FAILED, f"{place} cannot be written"
     return Row("disk", what, status, text)
