@@ -15,7 +15,7 @@ tensor that vLLM derives from others) shows as garbage and vLLM's way stays in u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,12 +101,16 @@ class _Piece:
 
 @torch.no_grad()
 def learn(
-    model: Any, file: WeightFile, reload: Callable[[Iterable[tuple[str, Tensor]]], None]
+    model: Any,
+    file: WeightFile,
+    reload: Callable[[Iterable[tuple[str, Tensor]]], None],
+    record: Callable[[], AbstractContextManager[_Sites]] | None = None,
 ) -> DirectLoad | None:
     """The places of `file`'s weights in vLLM's `model`; None where they cannot be told.
 
     `reload` gives the model weights in vLLM's own way. The model holds nothing sensible afterwards,
-    unless it is None because of what the file is.
+    unless it is None because of what the file is. `record`: who watches what vLLM packs, vLLM's own
+    functions if None.
     """
     if any(t.dtype != torch.float32 for t in file.tensors.values()):
         return None
@@ -123,7 +127,7 @@ def learn(
             count = torch.arange(start + 1, start + 1 + tensor.numel(), dtype=torch.float32)
             yield name, count.view(tensor.shape)
 
-    with _recording() as sites:
+    with (record or _recording)() as sites:
         reload(counters())
     packed = [site for own in sites.of_layer.values() for site in own]
     unread = {id(p) for layer in sites.experts for p in (layer.w13_weight, layer.w2_weight)}

@@ -35,15 +35,18 @@ class WeightFile:
             )
             start = 8 + int.from_bytes(self._bytes[:8].numpy().tobytes(), "little")
             self.header = self._bytes[:start].clone()
+            if start > found.st_size:
+                raise ValueError(f"its header should have {start} bytes of {found.st_size}")
             entries = json.loads(self.header[8:].numpy().tobytes())
             entries.pop("__metadata__", None)
             self.tensors = {
                 name: self._bytes[start + entry["data_offsets"][0] : start + end]
                 .view(_DTYPES[entry["dtype"]])
                 .view(entry["shape"])
-                for name, entry in entries.items()
+                for name, entry in sorted(entries.items(), key=lambda e: e[1]["data_offsets"])
                 for end in [entry["data_offsets"][1]]
             }
+            """In the order in which they lie in the file."""
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{path}: not a readable safetensors file ({error})") from error
         self.body = self._bytes[start:]
