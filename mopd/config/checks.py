@@ -625,11 +625,6 @@ def _verifier(domain: DomainConfig, key: str) -> Iterator[str]:
         )
 
 
-def _student(config: Config) -> Iterator[str]:
-    student, layout = config.student, config.student.parallel
-    if student.freeze_routers and student.router_bias_update_rate > 0:
-        yield (
-            f"student.router_bias_update_rate is {student.router_bias_update_rate:g}, but "
 def _weight_sync(config: Config) -> Iterator[str]:
     sync, rank_gpus = config.weight_sync, config.student.gpus_per_rank
     engine_gpus = config.rollout.gpus_per_engine
@@ -661,6 +656,11 @@ def _weight_sync(config: Config) -> Iterator[str]:
         yield f"weight_sync.directory: {sync.directory} is no folder"
 
 
+def _student(config: Config) -> Iterator[str]:
+    student, layout = config.student, config.student.parallel
+    if student.freeze_routers and student.router_bias_update_rate > 0:
+        yield (
+            f"student.router_bias_update_rate is {student.router_bias_update_rate:g}, but "
             "student.freeze_routers holds the routers; set freeze_routers to false, or the rate to "
             "0"
         )

@@ -230,18 +230,18 @@ class FailuresConfig:
     max_verifier_failures: float = 0.1  # of one step's samples
 
 
-@dataclass
-class WeightSyncConfig:
 DEVICE_TRANSPORTS = ("nccl", "ipc")
 """Those of `weight_sync.transport` that go from GPU to GPU."""
 
 
+@dataclass
+class WeightSyncConfig:
     """How weights reach the rollout engines, and the proof: logprobs on a fixed probe batch."""
 
-    probe_sequences: int = 4
-    max_logprob_error: float = 1e-3  # nats; float32. bfloat16 engines need a wider one
     transport: str = "shared_memory"  # one machine | file: any | nccl | ipc: GPUs
     directory: str | None = None  # of transport file: a folder that all machines see
+    probe_sequences: int = 4
+    max_logprob_error: float = 1e-3  # nats; float32. bfloat16 engines need a wider one
 
 
 @dataclass
