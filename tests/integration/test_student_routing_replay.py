@@ -1,4 +1,7 @@
-"""R3 with a real vLLM engine: what it records is its own routing, and replaying it is exact."""
+"""R3 with a real vLLM engine: what it records is its own routing, and replaying it is exact.
+
+The model is one that the student trained and saved: vLLM and transformers load it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def _generate_and_replay(folder: Path) -> None:
 
     torch.set_num_threads(1)
     from student_harness import student_options
-    from student_tiny import VALID, VOCAB
+    from student_tiny import VALID, VOCAB, make_samples
     from transformers import AutoModelForCausalLM
 
     from mopd.config.schema import RolloutConfig
@@ -29,7 +32,12 @@ def _generate_and_replay(folder: Path) -> None:
     from mopd.student.trainer import StudentRank
     from mopd.types import Prompt, TrainSample
 
-    model = folder / "mixed"  # the first layer is dense
+    config, objective, rest = student_options(folder / "mixed")  # the first layer is dense
+    student = StudentRank(config, objective, **rest)
+    student.step(make_samples(4), 2)
+    model = folder / "trained"
+    student.save_hf(model)
+    student.close()
     engine = RolloutEngine(
         model,
         RolloutConfig(max_response_tokens=20, max_num_seqs=8),
@@ -101,7 +109,6 @@ def _generate_and_replay(folder: Path) -> None:
     (folder / "passed").touch()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_rollouts_own_routes_come_back(tmp_path: Path) -> None:
     # vLLM's attention on the CPU wants heads of 32 or more.
