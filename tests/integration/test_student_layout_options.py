@@ -25,8 +25,6 @@ from test_student_layouts import (  # noqa: E402
     set_up_reference,
 )
 
-pytestmark = pytest.mark.slow
-
 KINDS = ("moe", "deepseek")
 DISTRIBUTED = {"optimizer": SMOOTH | {"distributed": True}}
 
@@ -130,6 +128,67 @@ def distributed_optimizer_resumes(c: Context) -> None:
             assert_same(got, whole)
 
 
+def megatron_checkpoints(c: Context) -> None:
+    """C35, C36 in Megatron's format: to the bit at the same layout, to rounding at others, whatever
+    the family; a rank that cannot write leaves the checkpoint before it whole."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from mopd.errors import ModelError
+
+    distributed = RESUME["optimizer"] | {"distributed": True}
+    for kind, dtype, layout, others in (
+        ("moe", "float32", {"dp": 2, "ep": 2}, ({"tp": 2}, {"pp": 2}, {"tp": 2, "ep": 2})),
+        ("moe", "bfloat16", {"dp": 2, "ep": 2}, ()),
+        ("tied", "float32", {"tp": 2}, ({"pp": 2},)),  # a padded vocabulary in both stages
+        ("deepseek", "float32", {"pp": 2}, ({"dp": 2, "ep": 2},)),  # expert biases
+    ):
+        options = RESUME | {"dtype": dtype, "checkpoint_format": "megatron"}
+        if "dp" in layout:
+            options |= {"optimizer": distributed}
+        half = c.folder / f"{kind}_{dtype}" / "half"
+        straight = c.student(kind, parallel=layout, **options)
+        straight.step(make_samples(5), 0)
+        straight.save(half)
+        straight.step(make_samples(5, seed=1), 1)
+        expected = {n: p.clone() for n, p in straight._main_parameters().items()}
+        whole = straight.weights.collect(straight._main_parameters())
+        if kind == "tied":
+            if c.rank == 1:
+                filesystem_async.open = _no_space
+            with pytest.raises(ModelError, match="rank 1 could not write it .*No space left"):
+                straight.save(half)
+            if c.rank == 1:
+                del filesystem_async.open
+        straight.close()
+        resumed = c.student(kind, parallel=layout, dtype=dtype, optimizer=options["optimizer"])
+        resumed.load(half)
+        assert resumed._optimizer.steps == 1
+        resumed.step(make_samples(5, seed=1), 1)
+        for name, tensor in resumed._main_parameters().items():
+            assert tensor.equal(expected[name]), (kind, dtype, name)
+        resumed.close()
+        for other in others:
+            student = c.student(kind, parallel=other, **RESUME)
+            student.load(half)
+            student.step(make_samples(5, seed=1), 1)
+            got = student.weights.collect(student._main_parameters())
+            student.close()
+            if c.rank == 0:
+                assert_same(got, whole, f"{kind} at {other}")
+    tied = c.student("tied", parallel={"dp": 2}, **RESUME)
+    half = c.folder / "tied_float32" / "half"
+    file = half / "megatron" / "__1_0.distcp"
+    if c.rank == 0:
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="not a whole Megatron checkpoint of this run"):
+        tied.load(half)
+    tied.close()
+
+
+def _no_space(*_: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
 def replayed_routes(c: Context) -> None:
     """Every layout sends every token where one process sends it (also after recomputation)."""
     samples = with_routes(make_samples(8), layers=2, top_k=2, experts=8)
@@ -171,13 +230,14 @@ CASES = [
     no_token_sees_another_sample,
     replayed_routes,
     distributed_optimizer_resumes,
+    megatron_checkpoints,
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("student_layout_options")
-    for kind in KINDS:
+    for kind in (*KINDS, "tied"):
         make_checkpoint(path / kind, kind)
     launch(2, path, CASES, setup)
     return path
