@@ -72,6 +72,8 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
         batch = await collect_step(parts, step, prompts, config, timer)
         samples, metrics = parts.credit.samples(batch.scored, step)
 
+        with timer("sync"):
+            metrics |= await parts.sync.proven()  # the weights that drew these samples
         with timer("train"):
             metrics |= await parts.student.step(samples, step)
         with timer("sync"):
@@ -87,9 +89,11 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
         done = step + 1
         last = done == train_config.steps or parts.stop_requested()
         if every and done % every == 0 and not last:
+            await parts.sync.proven()
             parts.observer.stage("evaluate")
             await parts.evaluator.evaluate_student(done)
         if last or (train_config.checkpoint_every and done % train_config.checkpoint_every == 0):
+            await parts.sync.proven()
             parts.observer.stage("checkpoint")
             await parts.checkpoint(done)
         if last:

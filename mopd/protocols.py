@@ -120,7 +120,13 @@ class WeightSync(Protocol):
     """Brings the student's weights into the rollout engines and proves that they arrived."""
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Returns the largest probe disagreement; raises WeightSyncError past its bound."""
+        """Returns the seconds it took, by part; raises WeightSyncError where they did not arrive.
+        The last part of the proof runs on: see `proven`."""
+        ...
+
+    async def proven(self) -> Mapping[str, float]:
+        """Wait for the proof of what was published last, before anything that was sampled with it
+        is used; returns the largest probe disagreement. Raises WeightSyncError past its bound."""
         ...
 
 

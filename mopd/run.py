@@ -257,6 +257,7 @@ class System:
                 self._credit.load_state_dict(state["credit"])
                 await self._student.load(checkpoint.student)
                 await self._sync.publish(version=first_step)
+                await self._sync.proven()
 
             best = self._best_student(evaluator, base, teacher)
             best.begin(first_step)

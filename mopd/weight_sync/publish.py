@@ -7,9 +7,10 @@ engines (`mopd.rollout.transfer`).
 
 Proof, at every sync: names and shapes are checked by the receiver before anything is loaded;
 fingerprints of each tensor, which the ranks make of what they train and the engines of what they
-hold, must be the same; then trainer and engines score the same fixed sequences and must agree. A
+hold, must be the same; then engines and trainer score the same fixed sequences and must agree. A
 model that was only partly loaded, or that still answers from old weights or an old cache, does not
-pass.
+pass. The ranks score while the next answers are drawn, when they have nothing else to do; whoever
+uses the answers asks `proven` first.
 """
 
 from __future__ import annotations
@@ -78,49 +79,61 @@ class VerifiedWeightSync:
         self._transport = transport
         self._directory = directory or transfer_directory()
         self._file: Path | None = None
+        self._trainer: asyncio.Future[Sequence[Sequence[float]]] | None = None
+        self._claim: tuple[int, list[Sequence[Sequence[float]]]] = (0, [])
+        self._error: float | None = None
 
     async def publish(self, version: int) -> Mapping[str, float]:
-        """Bring version `version` into every engine.
+        """Bring version `version` into every engine. What the trainer says of the probe is still to
+        come: `proven` waits for it.
 
         Raises:
-            WeightSyncError: names, shapes or fingerprints differ, or the probe's logprobs do.
+            WeightSyncError: names, shapes or fingerprints differ, or the version before this one
+                turns out not to be what the engines held.
         """
+        await self.proven()
         started = time.perf_counter()
         path = self._path(version)
-        # Asked for at once: the ranks go on to the probe while the engines load.
-        exporting = asyncio.ensure_future(self._student.publish(path, self._transport))
-        trainer = asyncio.ensure_future(self._student.logprobs(self._probe))
         done = False
         try:
-            word_sums = await exporting
+            word_sums = await self._student.publish(path, self._transport)
             exported = time.perf_counter()
             proofs = await self._engines.update_weights(path, version, word_sums, self._probe)
-            loaded = time.perf_counter()
-            error = self._compare(version, await trainer, [p.logprobs for p in proofs])
             done = True
         finally:
-            for task in (exporting, trainer):
-                task.cancel()
             if not done or self._transport == "file":
                 self.close()
+        # Only now: beside the engines' work it would take their processor time.
+        self._trainer = asyncio.ensure_future(self._student.logprobs(self._probe))
+        self._claim = version, [proof.logprobs for proof in proofs]
         return {
-            "sync/probe_error": error,
             "sync/export_s": exported - started,
             "sync/load_s": max(p.load_s for p in proofs),
             "sync/probe_s": max(p.probe_s for p in proofs),
             "sync/direct": float(all(p.direct for p in proofs)),
-            "sync/wait_s": time.perf_counter() - loaded,
         }
+
+    async def proven(self) -> Mapping[str, float]:
+        """Returns once trainer and engines are known to agree on the probe; their largest
+        disagreement, in nats. Raises WeightSyncError past the bound."""
+        if self._trainer is not None:
+            trainer, self._trainer = self._trainer, None
+            self._error = self._compare(self._claim[0], await trainer, self._claim[1])
+        return {} if self._error is None else {"sync/probe_error": self._error}
 
     async def verify(self, version: int) -> float:
         """Largest disagreement on the probe, nats; raises WeightSyncError past the bound."""
         trainer, engines = await asyncio.gather(
             self._student.logprobs(self._probe), self._engines.logprobs(self._probe)
         )
-        return self._compare(version, trainer, engines)
+        self._error = self._compare(version, trainer, engines)
+        return self._error
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the file; nothing is waited for."""
+        if self._trainer is not None:
+            self._trainer.cancel()
+            self._trainer = None
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             self._file = None

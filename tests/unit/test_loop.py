@@ -106,9 +106,15 @@ class FakeStudent:
 class FakeSync:
     def __init__(self) -> None:
         self.versions: list[int] = []
+        self.proofs: list[int] = []
+        """Version, at each time that its proof was waited for."""
 
     async def publish(self, version: int) -> Mapping[str, float]:
         self.versions.append(version)
+        return {"sync/load_s": 0.0}
+
+    async def proven(self) -> Mapping[str, float]:
+        self.proofs.append(self.versions[-1] if self.versions else 0)
         return {"sync/probe_error": 0.0}
 
 
@@ -247,6 +253,9 @@ def test_every_step_publishes_its_version_and_the_end_is_always_saved() -> None:
     assert parts.sync.versions == [1, 2, 3, 4, 5]  # type: ignore[attr-defined]
     assert saved == [2, 4, 5]
     assert parts.evaluator.steps == [2, 4]  # type: ignore[attr-defined]
+    # The weights are proven before what they drew is trained on, evaluated or saved.
+    assert sorted({*parts.sync.proofs}) == [0, 1, 2, 3, 4, 5]  # type: ignore[attr-defined]
+    assert parts.sync.proofs[0] == 0  # type: ignore[attr-defined]
 
 
 def test_a_requested_stop_ends_after_the_step_in_hand_and_saves_it() -> None:

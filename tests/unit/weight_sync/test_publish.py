@@ -65,17 +65,27 @@ def sync(
     )
 
 
+def published(publisher: VerifiedWeightSync, version: int) -> dict[str, float]:
+    """Publish and prove; the metrics of both."""
+
+    async def both() -> dict[str, float]:
+        return {**await publisher.publish(version), **await publisher.proven()}
+
+    return asyncio.run(both())
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "file"])
 def test_new_weights_arrive_everywhere_and_no_file_is_left(tmp_path: Path, transport: str) -> None:
     student, engines = TableStudent(0.5), TableEngines(0.1)
     publisher = sync(student, engines, tmp_path, transport)
-    metrics = dict(asyncio.run(publisher.publish(7)))  # type: ignore[arg-type]
+    assert asyncio.run(publisher.proven()) == {}  # nothing was claimed yet
+    metrics = published(publisher, 7)
     assert engines.weights == [0.5, 0.5] and engines.versions == [7]
     assert metrics.pop("sync/probe_error") == 0.0
     assert metrics.pop("sync/load_s") == 0.25 and metrics.pop("sync/probe_s") == 0.5
-    assert metrics.keys() == {"sync/export_s", "sync/wait_s", "sync/direct"}
+    assert metrics.keys() == {"sync/export_s", "sync/direct"}
     student.weight = 0.75
-    asyncio.run(publisher.publish(8))
+    published(publisher, 8)
     assert engines.weights == [0.75, 0.75]
     # One file in memory is written again and again; a file that travels is new each time.
     assert len(set(student.paths)) == (1 if transport == "shared_memory" else 2)
@@ -86,12 +96,27 @@ def test_new_weights_arrive_everywhere_and_no_file_is_left(tmp_path: Path, trans
 
 def test_an_engine_that_kept_its_old_weights_stops_the_run(tmp_path: Path) -> None:
     student, engines = TableStudent(0.5), TableEngines(0.499, deaf=[1])
+    publisher = sync(student, engines, tmp_path)
     with pytest.raises(WeightSyncError, match="rollout engine 1 .* version 3.* 0.007 nats"):
-        asyncio.run(sync(student, engines, tmp_path).publish(3))
+        published(publisher, 3)
+    publisher.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_trainer_scores_while_the_engines_load(tmp_path: Path) -> None:
+def test_nobody_publishes_over_a_version_that_was_not_proven(tmp_path: Path) -> None:
+    student, engines = TableStudent(0.5), TableEngines(0.499, deaf=[1])
+    publisher = sync(student, engines, tmp_path)
+
+    async def twice() -> None:
+        await publisher.publish(3)
+        await publisher.publish(4)
+
+    with pytest.raises(WeightSyncError, match="version 3"):
+        asyncio.run(twice())
+    assert engines.versions == [3]
+
+
+def test_the_trainer_scores_after_the_engines_and_while_they_sample(tmp_path: Path) -> None:
     events: list[str] = []
 
     class Student(TableStudent):
@@ -109,14 +134,33 @@ def test_the_trainer_scores_while_the_engines_load(tmp_path: Path) -> None:
             events.append("loaded")
             return await super().update_weights(*given)
 
-    asyncio.run(sync(Student(0.5), Engines(0.1), tmp_path).publish(1))
-    assert events == ["published", "trainer", "loaded"]
+    async def step() -> None:
+        publisher = sync(Student(0.5), Engines(0.1), tmp_path)
+        await publisher.publish(1)
+        events.append("sampling begins")
+        await asyncio.sleep(0.01)
+        events.append("sampling ends")
+        assert await publisher.proven() == {"sync/probe_error": 0.0}
+        assert await publisher.proven() == {"sync/probe_error": 0.0}  # of the same version
+
+    asyncio.run(step())
+    assert events == ["published", "loaded", "sampling begins", "trainer", "sampling ends"]
+
+
+def test_an_error_of_the_engines_leaves_no_file(tmp_path: Path) -> None:
+    class Engines(TableEngines):
+        async def update_weights(self, *given: Any) -> list[UpdateProof]:
+            raise WeightSyncError("missing model.norm.weight")
+
+    with pytest.raises(WeightSyncError, match="missing"):
+        asyncio.run(sync(TableStudent(0.5), Engines(0.1), tmp_path).publish(1))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nan_is_not_agreement(tmp_path: Path) -> None:
     student, engines = TableStudent(0.5), TableEngines(float("nan"), deaf=[0, 1])
     with pytest.raises(WeightSyncError, match="inf nats"):
-        asyncio.run(sync(student, engines, tmp_path).publish(1))
+        published(sync(student, engines, tmp_path), 1)
 
 
 def test_largest_difference() -> None:
