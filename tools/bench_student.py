@@ -7,7 +7,8 @@ Both train the same weights on the same samples: the quickstart's prompts with a
 lengths that its teachers give, the same loss (-w A log pi with fixed A and w = 1), AdamW, float32,
 one thread a process, the same micro-batches. The transformers side is the plainest that is not
 slow on purpose: logits of the response positions only, fused SDPA attention, its fastest experts
-implementation on this machine. Steps of the two alternate, and medians are compared.
+implementation on this machine. Steps of the two alternate, and medians are compared: of the time
+that passed, and of processor time, which others on the machine disturb less.
 
 With --json the last line of standard output is one JSON object: tokens/s of each variant, its
 ratio to transformers, the share of the step spent outside forward and backward, the peak of
@@ -19,6 +20,7 @@ the forwards of the quickstart's lengths are with padding, with a token budget, 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -81,7 +83,7 @@ class Ours:
                     setattr(config.optimizer, name, each)
             else:
                 setattr(config, key, value)
-        if "max_tokens_per_microbatch" not in options:
+        if not {"max_tokens_per_microbatch", "micro_batch_size"} & options.keys():
             config.micro_batch_size = 64
         for name in ("dp", "tp", "pp", "ep", "etp"):
             setattr(config.parallel, name, layout.get(name, 1))
@@ -211,10 +213,11 @@ def _status(key: str) -> int:
     raise AssertionError(key)
 
 
-def timed(step: Callable[[Sequence[Any]], None], samples: Sequence[Any]) -> float:
-    start = time.perf_counter()
+def timed(step: Callable[[Sequence[Any]], None], samples: Sequence[Any]) -> tuple[float, float]:
+    """Seconds that passed, and seconds of this process's processor time."""
+    start, used = time.perf_counter(), time.process_time()
     step(samples)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used
 
 
 def bench_one_process(samples_a_step: int, steps: int) -> dict[str, Any]:
@@ -222,12 +225,13 @@ def bench_one_process(samples_a_step: int, steps: int) -> dict[str, Any]:
     from mopd.runtime.ports import free_port
 
     prepared, samples = quickstart_samples(samples_a_step)
+    memory = peaks_and_floors(samples_a_step)
     tokens = sum(len(s.prompt_ids) + len(s.response_ids) - 1 for s in samples)
     best: tuple[float, str] = (float("inf"), "")
     for experts in ("eager", "batched_mm", "grouped_mm"):
         reference = Transformers(prepared, experts)
         reference.step(samples)
-        best = min(best, (min(timed(reference.step, samples) for _ in range(2)), experts))
+        best = min(best, (min(timed(reference.step, samples)[1] for _ in range(2)), experts))
     reference = Transformers(prepared, best[1])
     reference.step(samples)
     out: dict[str, Any] = {"samples": samples_a_step, "tokens": tokens, "experts": best[1]}
@@ -236,17 +240,56 @@ def bench_one_process(samples_a_step: int, steps: int) -> dict[str, Any]:
         ours.step(samples)
         ours.inside_s = 0.0
         pairs = [(timed(ours.step, samples), timed(reference.step, samples)) for _ in range(steps)]
-        mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        mine, theirs = (statistics.median(pair[i][0] for pair in pairs) for i in (0, 1))
+        my_cpu, their_cpu = (statistics.median(pair[i][1] for pair in pairs) for i in (0, 1))
         out[name] = {
             "tokens_per_s": tokens / mine,
             "transformers_tokens_per_s": tokens / theirs,
             "ratio": theirs / mine,
-            "outside_forward_backward": 1 - ours.inside_s / sum(a for a, _ in pairs),
+            "ratio_of_processor_time": their_cpu / my_cpu,
+            "outside_forward_backward": 1 - ours.inside_s / sum(a[0] for a, _ in pairs),
+            **memory[name],
+        }
+        print(f"{name}: {out[name]}", flush=True)
+        ours.rank.close()
+    return out
+
+
+def peaks_and_floors(samples_a_step: int) -> dict[str, dict[str, float]]:
+    """Of each variant's first two steps, in a process of its own that has loaded all libraries."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    # What is freed goes back at once: else a variant would live in what the last one left.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)
+    process = spawn.Process(target=_peaks, args=(samples_a_step, there))
+    process.start()
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]
+    there.close()
+    found: dict[str, dict[str, float]] = here.recv()
+    process.join()
+    return found
+
+
+def _peaks(count: int, pipe: Any) -> None:
+    import torch
+
+    from mopd.runtime.ports import free_port
+
+    torch.set_num_threads(1)
+    prepared, samples = quickstart_samples(count)
+    found = {}
+    for name, options in [("libraries", {}), *VARIANTS.items()]:
+        gc.collect()
+        ours = Ours(prepared, options, 0, {}, free_port("127.0.0.1"))
+        for _ in range(2):
+            ours.step(samples)
+        found[name] = {
             "peak_over_start_mib": (_status("VmHWM") - ours.before) / 2**20,
             "floor_mib": ours.floor_bytes(samples) / 2**20,
         }
         ours.rank.close()
-    return out
+        del ours
+    pipe.send(found)
 
 
 def fill(samples_a_step: int) -> dict[str, float]:
@@ -271,18 +314,25 @@ def fill(samples_a_step: int) -> dict[str, float]:
     return out
 
 
-def _rank(rank: int, layout: dict[str, int], port: int, count: int, steps: int, pipe: Any) -> None:
+def _rank(
+    rank: int,
+    options: dict[str, Any],
+    layout: dict[str, int],
+    port: int,
+    count: int,
+    steps: int,
+    pipe: Any,
+) -> None:
     import torch
 
     torch.set_num_threads(1)
     prepared, samples = quickstart_samples(count)
-    ours = Ours(prepared, {"packing": True}, rank, layout, port)
+    ours = Ours(prepared, options, rank, layout, port)
     ours.step(samples)
-    times = [timed(ours.step, samples) for _ in range(steps)]
+    times = [timed(ours.step, samples)[0] for _ in range(steps)]
     pipe.send(
         {
             "seconds": statistics.median(times),
-            "peak_over_start_mib": (_status("VmHWM") - ours.before) / 2**20,
             "floor_mib": ours.floor_bytes(samples) / 2**20,
         }
     )
@@ -298,7 +348,9 @@ def bench_ranks(ranks: int, count: int, steps: int) -> dict[str, Any]:
         here, there = spawn.Pipe()
         layout = {"dp": ranks, "ep": ranks}
         processes.append(
-            spawn.Process(target=_rank, args=(rank, layout, port, count, steps, there))
+            spawn.Process(
+                target=_rank, args=(rank, {"packing": True}, layout, port, count, steps, there)
+            )
         )
         processes[-1].start()
         pipes.append(here)
@@ -310,7 +362,6 @@ def bench_ranks(ranks: int, count: int, steps: int) -> dict[str, Any]:
     return {
         "ranks": ranks,
         "tokens_per_s": tokens / max(f["seconds"] for f in found),
-        "peak_over_start_mib": [f["peak_over_start_mib"] for f in found],
         "floor_mib": [f["floor_mib"] for f in found],
     }
 
@@ -340,9 +391,10 @@ def main() -> None:
         # Not in turns with them, but in the same run.
         several["ratio"] = several["tokens_per_s"] / statistics.median(plain)
         result["several"] = several
-    for name, value in {**result.pop("one_process"), **result}.items():
-        print(f"{name}: {value}")
-        result[name] = value
+    result |= result.pop("one_process")
+    for name in ("samples", "tokens", "experts", "fill", "several"):
+        if name in result:
+            print(f"{name}: {result[name]}")
     if arguments.json:
         print(json.dumps(result))
 
