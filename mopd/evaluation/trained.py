@@ -21,10 +21,11 @@ NOT_THE_RECIPE = ("name", "seed", "run_dir", "overwrite", "resume", "evaluation"
 
 def run_of(folder: Path) -> Path | None:
     """The run that left the checkpoint ``RUN/student`` or ``RUN/best/student``, or None."""
-    for place in list(folder.absolute().parents)[:2]:
-        if (place / "config.yaml").is_file() and (place / "metrics.jsonl").is_file():
-            return place
-    return None
+    folder = folder.absolute()
+    place = folder.parent.parent if folder.parent.name == "best" else folder.parent
+    # A merge of the teachers lies in a run's folder too, and was not trained there.
+    ours = folder.name == "student" and (place / "metrics.jsonl").is_file()
+    return place if ours and (place / "config.yaml").is_file() else None
 
 
 def training_of(folder: Path, student: Path | None) -> dict[str, Any] | None:

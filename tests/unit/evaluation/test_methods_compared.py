@@ -79,6 +79,8 @@ def test_what_training_took_is_read_from_the_run_around_the_checkpoint(tmp_path:
     best = training_of(run / "best" / "student", None)
     assert best is not None and best["tokens"] == 25 * 1500
     assert training_of(tmp_path / "elsewhere" / "student", None) is None
+    assert training_of(run / "baselines" / "weight_average", None) is None
+    assert training_of(run / "merged", None) is None
     assert run_of(run / "student") == run == run_of(run / "best" / "student")
 
 
