@@ -32,14 +32,15 @@ def ray_cluster(config: Config) -> Iterator[str]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if config.ray.address is None:
-        ray.init(
-            address="local",  # never one that RAY_ADDRESS or an earlier `ray start` names
-            num_cpus=config.ray.num_cpus or max(int(cpus + 0.999), os.cpu_count() or 1),
-            include_dashboard=False,
-            _node_ip_address=LOOPBACK,
-            object_store_memory=256 * 2**20 if gpus == 0 else None,
-            **quiet,
-        )
+        with _loopback_alone():
+            ray.init(
+                address="local",  # never one that RAY_ADDRESS or an earlier `ray start` names
+                num_cpus=config.ray.num_cpus or max(int(cpus + 0.999), os.cpu_count() or 1),
+                include_dashboard=False,
+                _node_ip_address=LOOPBACK,
+                object_store_memory=256 * 2**20 if gpus == 0 else None,
+                **quiet,
+            )
     else:
         try:
             ray.init(address=config.ray.address, **quiet)
@@ -58,3 +59,27 @@ def ray_cluster(config: Config) -> Iterator[str]:
         yield LOOPBACK if config.ray.address is None else ray.util.get_node_ip_address()
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _loopback_alone() -> Iterator[None]:
+    """Let Ray listen on loopback.
+
+    `_node_ip_address` alone does not: Ray takes 127.0.0.1 for a mistake and puts the machine's own
+    address in its place, with every port open to the network. It does not where it is told that
+    no cluster is meant, by a switch that is named after the systems on which that is its default.
+    """
+    from ray._private import ray_constants
+
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before, switch = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name] = "0"  # for the processes that Ray starts
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = switch
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
