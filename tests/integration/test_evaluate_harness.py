@@ -20,14 +20,21 @@ pytestmark = pytest.mark.skipif(
     find_spec("lm_eval") is None, reason="lm_eval is not installed (extra lm-eval)"
 )
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ("marble", "window", "rocket", "butter", "candle", "pencil", "garden", "silver")
+ITEMS = 8
 
 
 def test_the_harness_asks_and_judges_what_our_engines_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [json.dumps({"word": w, "reversed": w[::-1]}) + "\n" for w in WORDS]
+    text = (ROOT / "configs/quickstart.yaml").read_text()
+    start, end = text.index("  rotate:\n    teacher"), text.index("objective:")
+    (tmp_path / "one.yaml").write_text(text[:start] + text[end:])  # the domain `backward` alone
+    overrides = [f"run_dir={tmp_path}/runs", "name=eval", "domains.backward.held_out=40"]
+    # Words that nobody was trained on, or the sets would be refused for what they give away.
+    domain = prepare(load_config([tmp_path / "one.yaml"], overrides)).domains["backward"]
+    words = [prompt.text.removeprefix("back ").rstrip(":") for prompt in domain.held_out[:ITEMS]]
+    rows = [json.dumps({"word": w, "reversed": w[::-1]}) + "\n" for w in words]
     (tmp_path / "test.jsonl").write_text("".join(rows))
     (tmp_path / "spelling.yaml").write_text(
         "task: spelling\ndataset_path: json\n"
@@ -52,26 +59,22 @@ def test_the_harness_asks_and_judges_what_our_engines_answer(
         f"      prompts: {{lm_eval: choosing, lm_eval_folder: {tmp_path}}}\n"
         "      verifier: lm_eval\n"
     )
-    text = (ROOT / "configs/quickstart.yaml").read_text()
-    start, end = text.index("  rotate:\n    teacher"), text.index("objective:")
-    (tmp_path / "one.yaml").write_text(text[:start] + text[end:])  # the domain `backward` alone
-    overrides = [f"run_dir={tmp_path}/runs", "name=eval", "domains.backward.held_out=40"]
     prepared = prepare(load_config([tmp_path / "one.yaml", tmp_path / "more.yaml"], overrides))
     with Progress(1, [], plain=True) as progress:
         student = str(ROOT / "demo/models/teacher_backward")
         outcome = run_evaluation(prepared, progress, tmp_path / "out", student=student)
     cell = outcome.record["table"]["student"]["spelling"]
-    assert cell["n"] == len(WORDS) and cell["score"] >= 0.8
+    assert cell["n"] == ITEMS and cell["score"] >= 0.8
     assert outcome.record["table"]["base"]["spelling"]["score"] <= cell["score"]
     # The specialist finds the reversed word likelier than the word itself and than nonsense.
     chosen = outcome.record["table"]["student"]["choosing"]
-    assert chosen["n"] == len(WORDS) and chosen["score"] == 1.0
+    assert chosen["n"] == ITEMS and chosen["score"] == 1.0
     assert outcome.retention is not None
-    assert outcome.retention["forgetting"]["choosing"]["n"] == len(WORDS)
-    assert outcome.retention["forgetting"]["spelling"]["n"] == len(WORDS)
+    assert outcome.retention["forgetting"]["choosing"]["n"] == ITEMS
+    assert outcome.retention["forgetting"]["spelling"]["n"] == ITEMS
     lines = (tmp_path / "out" / "samples.jsonl").read_text().splitlines()
     own = [r for r in map(json.loads, lines) if r["set"] == "spelling"]
-    assert {r["prompt"] for r in own} <= {f"back {w}:" for w in WORDS}
+    assert {r["prompt"] for r in own} <= {f"back {w}:" for w in words}
     for record in own:
         answer = record["answers"]["student"]
         assert answer["correct"] == (answer["text"] == record["reference"])
