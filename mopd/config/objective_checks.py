@@ -1,6 +1,6 @@
 """What of an objective cannot be meant: names, parameters nobody reads, impossible pairs.
 
-Each refusal says why. Ranges of plain numbers are in `mopd.config.checks`. Imports no torch.
+Each refusal says why. Ranges of plain numbers are in `mopd.config.ranges`. Imports no torch.
 """
 
 from __future__ import annotations

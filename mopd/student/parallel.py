@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mopd.config.checks import NO_CONTEXT_PARALLEL
 from mopd.config.schema import ParallelConfig
+from mopd.config.student_checks import NO_CONTEXT_PARALLEL
 from mopd.errors import ConfigError, ModelError
 from mopd.student import cpu_platform
 from mopd.student.families.base import Family

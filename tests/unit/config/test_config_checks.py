@@ -21,8 +21,8 @@ from mopd.config import (
     require_valid,
     schema,
 )
-from mopd.config.checks import NAMES, RANGES, VERIFIER_NAMES
 from mopd.config.model_files import read_model_limits
+from mopd.config.ranges import NAMES, RANGES, VERIFIER_NAMES
 from mopd.config.wording import nearest
 from mopd.errors import ConfigError, ModelError
 
