@@ -19,6 +19,7 @@ from mopd.checking.estimates import disk_rows, memory_rows
 from mopd.checking.rows import FAILED, OK, WARNING, Row, as_json, is_good
 from mopd.config.checks import require_valid
 from mopd.config.load import load_config
+from mopd.config.objective_text import objective_lines
 from mopd.config.schema import Config
 from mopd.config.teachers import members_of
 from mopd.errors import MopdError
@@ -105,6 +106,8 @@ def static_rows(prepared: Prepared, show: Callable[[Row], None]) -> None:
     show(Row("configuration", "", OK, f"{config.name}; teachers: {names}"))
     for text in prepared.warnings:
         show(Row("configuration", "", WARNING, text))
+    for what, text in objective_lines(config).items():
+        show(Row("objective", what, OK, text))
     folders = teacher_folders(config)
     compared = ", ".join(folders) or "none of them is on this machine"
     show(Row("tokenizers", "equal to the student's by content", OK, compared))
