@@ -29,6 +29,7 @@ from mopd.evaluation.evaluators import HeldOutEvaluator
 from mopd.evaluation.items import Answers
 from mopd.evaluation.outcome import EVALUATION, FINAL_ANSWERS, RETENTION, SAMPLES
 from mopd.evaluation.report import write_report
+from mopd.evaluation.run_files import WARNINGS
 from mopd.evaluation.selection import Selection
 from mopd.loop import Parts, train
 from mopd.observe.metrics import MetricsWriter
@@ -97,6 +98,7 @@ def _run_in(
     for name in (RETENTION, EVALUATION, FINAL_ANSWERS, SAMPLES):
         (run_dir / name).unlink(missing_ok=True)  # of fewer steps than this run will have
     save_config(prepared.config, run_dir / "config.yaml")
+    progress.keep_warnings(run_dir / WARNINGS)
     write_versions(run_dir)
     remove_stale_weights(transfer_directory())
     for text in prepared.warnings:

@@ -61,6 +61,31 @@ def objective_warnings(config: Config) -> Iterator[str]:
             f"objective.loss.name is {objective.loss.name} with one update a step "
             "(train.epochs * train.minibatches = 1): pi equals pi_old, so its clip never acts"
         )
+    rewarded = any(alpha > 0 for alpha in alphas(config).values())
+    if updates == 1 and objective.teacher.weight > 0 and not objective.teacher.refresh:
+        yield (
+            "objective.teacher.refresh is false with one update a step: there is nothing to take "
+            "anew, so it does nothing"
+        )
+    if updates > 1 and spec.parameters == {} and objective.truncation.kind == "none":
+        yield (
+            f"objective.loss.name {objective.loss.name} with {updates} updates a step and "
+            "objective.truncation.kind none: no ratio corrects the later updates for samples that "
+            "an older policy gave; take a truncation (raw, icepop, ...), or one update"
+        )
+    if objective.teacher.weight > 0 and objective.teacher.signal != "sampled" and not rewarded:
+        if objective.loss.name != "mopd":
+            yield (
+                f"objective.loss.name is {objective.loss.name}, but the only gradient is that of "
+                f"objective.teacher.signal {objective.teacher.signal}: no domain has an alpha, so "
+                "the policy loss has no advantage to weigh"
+            )
+    if config.train.sampling.dynamic_rounds > 0 and objective.teacher.weight > 0 and not rewarded:
+        yield (
+            "train.sampling.dynamic_rounds draws again what every sample got equally right or "
+            "wrong, and no domain has an alpha: the teachers' opinion of the answers that are "
+            "replaced is lost for nothing"
+        )
     if objective.balance.kind != "none" and len(config.domains) < 2:
         yield f"objective.balance.kind is {objective.balance.kind} with one domain: it does nothing"
     if objective.orm.alpha >= 1 and objective.teacher.weight > 0:

@@ -41,8 +41,18 @@ def student_place(config: Config, asked: str | None) -> str | None:
 
 
 def result_folder(config: Config, asked: Path | None) -> Path:
-    """The run's folder if it is one (else training would refuse it later), or one beside it."""
+    """The run's folder if it is one (else training would refuse it later), or one beside it.
+
+    Raises:
+        ConfigError: the folder asked for cannot be one.
+    """
     if asked is not None:
+        try:
+            asked.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--out {asked} cannot be made a folder ({error.strerror or error}); name another"
+            ) from None
         return asked
     run_dir = Path(config.run_dir) / config.name
     if (run_dir / "config.yaml").exists():

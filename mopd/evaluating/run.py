@@ -27,6 +27,7 @@ from mopd.evaluation.divergence import held_out_divergence
 from mopd.evaluation.metrics import stream
 from mopd.evaluation.outcome import EVALUATION, Evaluated, write_outcome
 from mopd.evaluation.report import write_report
+from mopd.evaluation.run_files import WARNINGS
 from mopd.evaluation.sampled import sampled_entry
 from mopd.evaluation.trained import training_of
 from mopd.observe.progress import Progress
@@ -64,6 +65,7 @@ def run_evaluation(
         MopdError: anything wrong that a user can mend. What was answered by then is kept.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
+    progress.keep_warnings(out_dir / WARNINGS)
     for text in prepared.warnings:
         progress.warn(text)
     models, warnings = models_under_test(prepared, student, others or {})

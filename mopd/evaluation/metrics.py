@@ -136,20 +136,24 @@ def interval(replicates: Floats, *, level: float = LEVEL) -> list[float | None]:
     return [float(x) if math.isfinite(x) else None for x in (low, high)]
 
 
-def lower_bound(low: float | None, value: float | None, n: int, *, collapsed: bool) -> float | None:
-    """A lower bound that does not collapse where all items agree, for decisions (the gate).
+def lower_bound(
+    low: float | None, value: float | None, n: int, *, none_worse: bool, unit: float = 1.0
+) -> float | None:
+    """A lower bound for decisions (the gate), which knows that losses may have gone unseen.
 
-    Where every item gave the same (200 of 200 right, say), resampling the items shows no spread
-    at all; but up to 1 - 0.025^(1/n) of all items could differ and n of them still show nothing
-    (97.5 %, the exact binomial bound; about 3.7 / n). That much is taken off.
+    Where the student is worse on none of the items, resampling them never shows it worse either;
+    but up to 1 - 0.025^(1/n) of all items could be such and n of them still show none (97.5 %, the
+    exact binomial bound; about 3.7 / n). The bound is at most the value less that much.
 
     Args:
         low: lower end of the bootstrap interval.
-        collapsed: whether the interval has no width.
+        none_worse: whether the student scored below what it is compared with on no item.
+        unit: what a loss of one whole score takes off the value (1 / teacher of a retention).
     """
     if low is None or value is None:
         return None
-    return min(low, value - (1.0 - ((1 - LEVEL) / 2) ** (1.0 / n))) if collapsed and n else low
+    unseen = 1.0 - ((1 - LEVEL) / 2) ** (1.0 / n) if none_worse and n else 0.0
+    return min(low, value - unit * unseen) if unseen else low
 
 
 def stream(seed: int, name: str) -> int:

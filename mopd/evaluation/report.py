@@ -186,14 +186,19 @@ def markdown(run: RunFiles) -> str:
     ):
         if rows:
             parts.append(markdown_table(columns, rows))
-    if said := sections.cost_facts(run):
-        parts.append(said)
+    if spent := sections.cost_facts(run):
+        parts.append(spent)
     parts.append("\n".join(f"- {key}: {value}" for key, value in facts(run)))
-    if run.problems:
-        parts.append("\n".join(f"- {problem}" for problem in run.problems))
+    if said := [*warned(run), *run.problems]:
+        parts.append("\n".join(f"- {line}" for line in said))
     if run.versions:
         parts.append("Versions: " + ", ".join(f"{k} {v}" for k, v in run.versions.items()))
     return "\n\n".join(parts) + "\n"
+
+
+def warned(run: RunFiles) -> list[str]:
+    """What the run warned of, for people."""
+    return [f"Warned: {text}" for text in run.warnings]
 
 
 def summary(run: RunFiles) -> dict[str, Any]:
@@ -217,6 +222,7 @@ def summary(run: RunFiles) -> dict[str, Any]:
             {"cause": cause, "samples": lost, "steps": steps}
             for cause, lost, steps in sections.failure_rows(run)
         ],
+        "warnings": run.warnings,
         "problems": run.problems,
         "versions": run.versions,
     }
@@ -231,7 +237,7 @@ def page(run: RunFiles) -> dict[str, Any]:
         "verdict": verdict(run),
         "finished": run.retention is not None,
         "facts": facts(run),
-        "problems": run.problems,
+        "problems": [*warned(run), *run.problems],
         "columns": COLUMNS,
         "rows": retention_rows(run.retention) if run.retention is not None else [],
         "notes": retention_notes(run.retention) if run.retention is not None else [],

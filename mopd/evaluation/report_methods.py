@@ -42,7 +42,7 @@ def method_rows(run: RunFiles) -> list[tuple[str, ...]]:
         lead = entry.get("lead")
         cells = ("", "", "")
         if lead is not None:
-            change = f"{lead['value']:+.3f} " + _interval(lead["ci95"])
+            change = f"{signed(lead['value'])} " + _interval(lead["ci95"])
             alone = f"{lead['better']} / {lead['worse']}"
             cells = (change, p_value(lead["p"]), alone)
         rows.append((name, number(entry["mean"]), captured, *cells, *_training(run, name)))
@@ -63,7 +63,7 @@ def _training(run: RunFiles, name: str) -> tuple[str, str]:
 
 
 def _interval(ci95: tuple[float | None, float | None] | list[float | None]) -> str:
-    return "[" + ", ".join(NONE if end is None else f"{end:+.3f}" for end in ci95) + "]"
+    return "[" + ", ".join(NONE if end is None else signed(end) for end in ci95) + "]"
 
 
 def seeds(run: RunFiles) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -102,12 +102,17 @@ def comparison_sentences(run: RunFiles) -> list[str]:
     return parts
 
 
+def signed(value: float) -> str:
+    """``+0.004``; what rounds to nothing has no sign, which would tell of a difference."""
+    return f"{round(value, 3) + 0.0:+.3f}" if round(value, 3) else "0.000"
+
+
 def _lead(mean: float, lead: Mapping[str, Any] | None) -> str:
     """``0.990, by +0.004 [-0.003, +0.011], which may be chance``."""
     if lead is None:
         return number(mean)
     doubt = "" if lead["p"] < CLEAR else ", which may be chance"
-    return f"{mean:.3f}, by {lead['value']:+.3f} {_interval(lead['ci95'])}{doubt}"
+    return f"{mean:.3f}, by {signed(lead['value'])} {_interval(lead['ci95'])}{doubt}"
 
 
 def methods_markdown(run: RunFiles) -> str:

@@ -55,9 +55,9 @@ def build_retention(
     domain without any such item (no verifier) has ``n`` 0, null scores and a
     ``not_measurable_reason``. Every number is finite; what is undefined is null. Beside these:
     ``gain_ci95`` of teacher - base, ``change_ci95`` of student - base, ``ROLE_ci95``;
-    ``retention_lower`` and ``change_lower`` for decisions (`metrics.lower_bound`); ``tests`` of
-    the student against teacher and base; ``only_format`` (`_only_format`); means of what is seen
-    of the answers beside right or wrong, by role.
+    ``retention_lower``, ``headroom_lower`` and ``change_lower`` for decisions
+    (`metrics.lower_bound`); ``tests`` of the student against teacher and base; ``only_format``
+    (`_only_format`); means of what is seen of the answers beside right or wrong, by role.
 
     Args:
         results: role -> set -> answers, for the roles base, teacher and student.
@@ -155,6 +155,7 @@ def _domain_entry(
             f"[{gain_ci95[0]:+.3f}, {gain_ci95[1]:+.3f}]: not clearly above 0"
         )
     n = about.pop("n")
+    as_good = _never_worse(scored, "teacher")
     return {
         "base": base,
         "teacher": teacher,
@@ -166,12 +167,19 @@ def _domain_entry(
         "ci95_of": of,
         "retention_ci95": kept_ci95,
         "retention_lower": lower_bound(
-            kept_ci95[0], kept, n, collapsed=kept_ci95[0] == kept_ci95[1]
+            kept_ci95[0], kept, n, none_worse=as_good, unit=1 / teacher if teacher > 0 else 1.0
+        ),
+        "headroom_lower": lower_bound(
+            captured_ci95[0],
+            captured,
+            n,
+            none_worse=as_good,
+            unit=1.0 if captured is None else 1 / (teacher - base),
         ),
         "gain_ci95": gain_ci95,
         "change_ci95": change_ci95,
         "change_lower": lower_bound(
-            change_ci95[0], student - base, n, collapsed=change_ci95[0] == change_ci95[1]
+            change_ci95[0], student - base, n, none_worse=_never_worse(scored, "base")
         ),
         **{f"{r}_ci95": interval(resampled[:, k]) for k, r in enumerate(ROLES)},
         "exact": exact,
@@ -197,6 +205,7 @@ _UNSCORED: dict[str, Any] = {
     "ci95_of": None,
     "retention_ci95": [None, None],
     "retention_lower": None,
+    "headroom_lower": None,
     "gain_ci95": [None, None],
     "change_ci95": [None, None],
     "change_lower": None,
@@ -207,6 +216,15 @@ _UNSCORED: dict[str, Any] = {
     "only_format": None,
     "not_measurable_reason": "no answer could be judged (the domain has no verifier, or it failed)",
 }
+
+
+def _never_worse(sets: Sequence[Judged], than: str) -> bool:
+    """Whether the student scored below `than` on no item of any set."""
+    return all(
+        mine >= theirs
+        for s in sets
+        for mine, theirs in zip(s.column("student"), s.column(than), strict=True)
+    )
 
 
 def _test(
@@ -290,7 +308,7 @@ def _forgetting_entry(
         "forgetting": forgetting(base, student),
         "ci95": ci95,
         "change_lower": lower_bound(
-            ci95[0], student - base, len(judged.ids), collapsed=ci95[0] == ci95[1]
+            ci95[0], student - base, len(judged.ids), none_worse=_never_worse([judged], "base")
         ),
         "tests": {"student_against_base": _test([judged], "student", "base", replicates, seed)},
         **entry,

@@ -12,6 +12,8 @@ import yaml
 from mopd.errors import DataError
 
 Record = dict[str, Any]
+WARNINGS = "warnings.jsonl"
+"""Every warning of a run or an evaluation, as it was shown."""
 
 
 @dataclass
@@ -34,6 +36,8 @@ class RunFiles:
     """Held-out answers of base, teacher and student side by side."""
     transcripts: list[Record] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    """What the run warned of, each text once."""
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
 
@@ -116,6 +120,8 @@ def read_run(run_dir: Path) -> RunFiles:
     run.samples = _json_lines(
         run, "samples.jsonl", ("set", "class", "prompt", "answers"), optional=True
     )
+    warned = _json_lines(run, WARNINGS, ("text",), optional=True)
+    run.warnings = list(dict.fromkeys(str(record["text"]) for record in warned))
     run.versions = {k: str(v) for k, v in (_json_object(run, "versions.json") or {}).items()}
     return run
 

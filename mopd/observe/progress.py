@@ -11,11 +11,13 @@ once in the log, and every later call does nothing.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self
 
@@ -108,6 +110,8 @@ class Progress:
         self._file = file
         self._lock = threading.RLock()
         self._broken = False
+        self._warned: list[str] = []
+        self._warnings_path: Path | None = None
         self._began = self._now()
         self._console: Console | None = None
         self._live: Live | None = None
@@ -183,10 +187,28 @@ class Progress:
         """A line that stays."""
         self._print(text)
 
-    @_guarded
     def warn(self, text: str) -> None:
-        """A line that stays and stands out."""
+        """A line that stays and stands out, and is kept once it is known where."""
+        self._warned.append(text)
+        self._write_warnings()
+        self._show_warning(text)
+
+    @_guarded
+    def _show_warning(self, text: str) -> None:
         self._print(f"warning: {text}", style="bold yellow")
+
+    def keep_warnings(self, path: Path) -> None:
+        """Append every warning so far, and from now on, to `path`: one ``{"text": ...}`` a line."""
+        self._warnings_path = path
+        self._write_warnings()
+
+    def _write_warnings(self) -> None:
+        if self._warnings_path is None or not self._warned:
+            return
+        with self._warnings_path.open("a", encoding="utf-8") as file:
+            for text in self._warned:
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+        self._warned.clear()
 
     # --- context ---
 

@@ -215,3 +215,31 @@ def test_warnings_say_what_will_do_nothing(loaded: Load) -> None:
     assert not any("pi equals pi_old" in w for w in config_warnings(two))
     heavy = loaded("objective.orm.alpha=1", SECOND)
     assert any("outcome rewards decide nearly alone" in w for w in config_warnings(heavy))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says", "mended"),
+    [
+        (["objective.teacher.refresh=false"], "there is nothing to take anew", ["train.epochs=2"]),
+        (
+            ["train.epochs=2", "objective.truncation.kind=none"],
+            "no ratio corrects the later updates",
+            ["objective.truncation.kind=raw"],
+        ),
+        (
+            ["objective.teacher={signal: topk, top_k: 4}", "objective.loss.name=gspo"],
+            "the policy loss has no advantage to weigh",
+            ["objective.orm.alpha=0.1", SECOND],
+        ),
+        (
+            ["train.sampling.dynamic_rounds=2", "domains.math.verifier=exact_match"],
+            "is lost for nothing",
+            ["objective.orm.alpha=0.1", SECOND],
+        ),
+    ],
+)
+def test_what_teaches_nothing_is_told(
+    loaded: Load, changes: Sequence[str], says: str, mended: Sequence[str]
+) -> None:
+    assert any(says in text for text in config_warnings(loaded(*changes)))
+    assert not any(says in text for text in config_warnings(loaded(*changes, *mended)))

@@ -177,6 +177,8 @@ def test_places_and_names_on_the_command_line(prepared: Prepared, tmp_path: Path
     (run_dir / "config.yaml").write_text("")
     assert student_place(config, None) == str(run_dir / "student")
     assert result_folder(config, None) == run_dir and result_folder(config, tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match="cannot be made a folder"):
+        result_folder(config, run_dir / "config.yaml")
     assert further_models(["a=x", "b=http://h#m"]) == {"a": "x", "b": "http://h#m"}
     for wrong in (["a"], ["=x"], ["a=x", "a=y"]):
         with pytest.raises(ConfigError, match="expected NAME=PLACE"):

@@ -57,9 +57,28 @@ def test_what_cannot_be_measured_is_not_shown():
     assert "d: headroom captured cannot be shown: teacher - base = +0.000" in line
 
 
+def test_nothing_and_no_number_show_nothing():
+    found = result(188)
+    assert check_gate({**found, "domains": {}}, Gate(min_retention=0.9))[0] != []
+    for wrong in ({"retention_lower": float("nan")}, {"retention_lower": "high"}):
+        broken = {"d": found["domains"]["d"] | wrong}
+        with pytest.raises(DataError, match="d: retention_lower is"):
+            check_gate({**found, "domains": broken}, Gate(min_retention=0.9))
+    short = {k: v for k, v in found["domains"]["d"].items() if k != "headroom_lower"}
+    with pytest.raises(DataError, match="headroom_lower is missing"):
+        check_gate({**found, "domains": {"d": short}}, Gate(min_headroom=0.9))
+
+
+def test_headroom_is_judged_as_carefully_as_retention():
+    found = result(190)  # the teacher's own answers, on 200 items
+    assert check_gate(found, Gate(min_headroom=1.0))[0] != []
+    assert check_gate(found, Gate(min_headroom=0.95))[0] == []
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("min_retention=0.9,min_retention=0.99", "given twice"),
         ("min_retenton=0.9", "did you mean 'min_retention'"),
         ("min_retention=high", "expected a number"),
         ("min_retention=97", "fractions"),

@@ -16,6 +16,7 @@ from fake_run import DOMAINS, write_fake_run
 from mopd.errors import DataError
 from mopd.evaluation import svg
 from mopd.evaluation.report import facts, verdict, write_report
+from mopd.evaluation.report_methods import signed
 from mopd.evaluation.report_sections import cost_rows, cost_unit, points_gained
 from mopd.evaluation.run_files import read_run
 
@@ -430,3 +431,21 @@ def test_page_fits_and_filters_in_a_real_browser(tmp_path, run_dir, width, dark)
     assert probe["both"] == sum(r["set"] == DOMAINS[1] for r in gained)
     light = sum(map(int, re.findall(r"\d+", probe["dark"])[:3])) > 384
     assert light != dark
+
+
+def test_warnings_of_the_run_are_in_the_report_once_each(tmp_path):
+    run_dir = write_fake_run(tmp_path / "run")
+    lines = [json.dumps({"text": "the teacher <b> is no better"})] * 2
+    (run_dir / "warnings.jsonl").write_text("\n".join(lines) + "\n")
+    html = write_report(run_dir).read_text(encoding="utf-8")
+    assert html.count("Warned: the teacher &lt;b&gt; is no better") == 1
+    assert (run_dir / "report.md").read_text().count("- Warned: the teacher") == 1
+    assert json.loads((run_dir / "report.json").read_text())["warnings"] == [
+        "the teacher <b> is no better"
+    ]
+
+
+def test_what_rounds_to_nothing_has_no_sign():
+    assert [signed(v) for v in (-1.1e-16, 0.0004, -0.0004, 0.0012, -0.5)] == [
+        "0.000", "0.000", "0.000", "+0.001", "-0.500"
+    ]  # fmt: skip

@@ -318,7 +318,20 @@ def test_student_that_copies_its_teacher_has_retention_one_and_a_p_value_that_sa
     assert entry["tests"]["student_against_base"]["p"] < 1e-6
     # No item differs among 100: up to 3.6 % could and still show none.
     assert entry["retention_ci95"] == [1.0, 1.0]
-    assert entry["retention_lower"] == pytest.approx(0.025 ** (1 / 100), abs=1e-12)
+    unseen = 1 - 0.025 ** (1 / 100)
+    assert entry["retention_lower"] == pytest.approx(1 - unseen / 0.9, abs=1e-12)
+    assert entry["headroom_lower"] == pytest.approx(1 - unseen / 0.5, abs=1e-12)
+
+
+def test_a_student_that_is_never_worse_is_not_surer_for_one_answer_more():
+    base, teacher = items(40, 100), items(90, 100)
+    same, better = (
+        one_domain(base, teacher, items(right, 100), replicates=300)["domains"]["spell"]
+        for right in (90, 91)
+    )
+    assert better["retention_ci95"][0] == 1.0
+    for key in ("retention_lower", "headroom_lower"):
+        assert same[key] < better[key] < 1.0
 
 
 def test_bound_is_the_intervals_own_end_where_that_has_width():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import sys
 import threading
@@ -50,6 +51,18 @@ def test_plain_step_line_shows_everything_at_once():
         "step 10/100 | ETA 3 min 00 s | 96 samples/s | 1,530 tokens/s | masked 0.21% | "
         "spell: reward 0.810 KL 0.0321 | sum: reward 0.500 KL –\n"
     )
+
+
+def test_warnings_are_kept_those_before_the_place_was_known_and_when_nobody_reads(tmp_path):
+    kept = tmp_path / "warnings.jsonl"
+    progress = Progress(100, ["spell"], file=Broken(), plain=True)
+    with progress:
+        progress.warn("early")
+        assert not kept.exists()
+        progress.keep_warnings(kept)
+        progress.warn("late, with 'ü'")
+    lines = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    assert lines == [{"text": "early"}, {"text": "late, with 'ü'"}]
 
 
 def test_a_teacher_is_shown_with_its_servers_and_in_plain_lines_when_one_is_ill():
