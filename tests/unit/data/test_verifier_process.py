@@ -45,7 +45,7 @@ def judge(prompt, answer):
     if answer == "memory":
         return len(bytearray(3 << 30)) > 0
     if answer == "hang":
-        subprocess.Popen(["sleep", "600"])
+        subprocess.Popen(["sleep", "613.7"])
         time.sleep(600)
     if answer == "forge":
         Connection(int(sys.argv[1])).send(Bomb())
@@ -112,7 +112,7 @@ def test_it_is_ended_with_what_it_started_and_the_next_answer_has_another(
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess):
                 new = process.pid not in before and process.status() != psutil.STATUS_ZOMBIE
-                if new and process.cmdline()[-2:] == ["sleep", "600"]:
+                if new and process.cmdline()[-2:] == ["sleep", "613.7"]:
                     found.append(process)
         return found
 
