@@ -51,27 +51,6 @@ class TeacherClient(KnownServers):
     asked about again; every server must then say when it was restarted, as ours do.
     """
 
-    def __init__(
-        self,
-        name: str,
-        endpoints: Sequence[Endpoint],
-        *,
-        timeout_s: float = 60.0,
-        retries: int = 2,
-        concurrency: int = 64,
-        hedge_after_s: float | None = None,
-        cache_bytes: int = 0,
-    ) -> None:
-        super().__init__(
-            name,
-            endpoints,
-            timeout_s=timeout_s,
-            retries=retries,
-            concurrency=concurrency,
-            hedge_after_s=hedge_after_s,
-            cache_bytes=cache_bytes,
-        )
-
     async def __aenter__(self) -> TeacherClient:
         return self
 

@@ -35,11 +35,11 @@ class KnownServers(Dispatcher):
         name: str,
         endpoints: Sequence[Endpoint],
         *,
-        timeout_s: float,
-        retries: int,
-        concurrency: int,
-        hedge_after_s: float | None,
-        cache_bytes: int,
+        timeout_s: float = 60.0,
+        retries: int = 2,
+        concurrency: int = 64,
+        hedge_after_s: float | None = None,
+        cache_bytes: int = 0,
     ) -> None:
         super().__init__(
             name,

@@ -82,7 +82,7 @@ def check_gate(retention: Mapping[str, Any], gate: Gate) -> tuple[list[str], lis
         if found is None:
             failed.append(f"{name}: {what} cannot be shown: {why}")
             return
-        at_most = what.startswith("forgetting")
+        at_most = what == FORGETTING
         bad = found > wanted if at_most else found < wanted
         kind = "" if gate.point else " at its 95% bound"
         sign = {True: ("<=", ">"), False: (">=", "<")}[at_most][bad]
