@@ -401,12 +401,13 @@ class RunObserver:
         self, step: int, metrics: Mapping[str, float], samples: Sequence[ScoredSample]
     ) -> None:
         everything = dict(metrics) | self._teachers.metrics()
-        self._metrics.write(step, everything)
-        self.recent.append(everything)
-        self._progress.step(step, everything)
         for sample in samples:
             if self._transcripts.wants(step, sample.rollout.prompt.domain):
                 self._transcript(step, sample)
+        # Last: whoever sees a step's line finds the rest of it written, even of a killed run.
+        self._metrics.write(step, everything)
+        self.recent.append(everything)
+        self._progress.step(step, everything)
 
     def _transcript(self, step: int, sample: ScoredSample) -> None:
         rollout = sample.rollout
