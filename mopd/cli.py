@@ -260,7 +260,7 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.seeds:
         return _show_runs(*_over_seeds(arguments.seeds))
     gate = parse_gate(arguments.gate) if arguments.gate is not None else None
-    print(write_report(arguments.run_dir))
+    print(write_report(arguments.run_dir, lambda text: print(f"warning: {text}", file=sys.stderr)))
     if gate is None:
         return 0
     failed, held = check_gate(read_retention(arguments.run_dir), gate)

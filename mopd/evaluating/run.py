@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.build import Prepared
+from mopd.config.load import save_config
 from mopd.evaluating.answers import Answering
 from mopd.evaluating.models import models_under_test
 from mopd.evaluating.work import Work, samplings
@@ -27,7 +28,7 @@ from mopd.evaluation.divergence import held_out_divergence
 from mopd.evaluation.metrics import stream
 from mopd.evaluation.outcome import EVALUATION, Evaluated, write_outcome
 from mopd.evaluation.report import write_report
-from mopd.evaluation.run_files import WARNINGS
+from mopd.evaluation.run_files import EVALUATION_CONFIG, WARNINGS
 from mopd.evaluation.sampled import sampled_entry
 from mopd.evaluation.trained import training_of
 from mopd.observe.progress import Progress
@@ -65,6 +66,7 @@ def run_evaluation(
         MopdError: anything wrong that a user can mend. What was answered by then is kept.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
+    save_config(prepared.config, out_dir / EVALUATION_CONFIG)
     progress.keep_warnings(out_dir / WARNINGS)
     for text in prepared.warnings:
         progress.warn(text)
@@ -135,18 +137,26 @@ class _Evaluation:
     def _cost(self, wall_s: float) -> dict[str, Any]:
         """Seconds by model; of the time between an engine's start and its last verdict, the share
         in which vLLM itself was generating."""
-        before = self._out_dir / EVALUATION
-        if not self._answering.asked and before.exists():
-            return json.loads(before.read_text()).get("cost", {})  # of when it was asked
         models = {w.model.label: w.cost for w in self._answering.work if w.cost}
         answering = sum(c.get("answering_s", 0.0) for c in models.values())
         engine = sum(c.get("engine_s", 0.0) for c in models.values())
-        return {
+        now = {
             "wall_s": wall_s,
             "answers_asked": self._answering.asked,
             "models": models,
             "engine_share": engine / answering if self._answering.asked and answering > 0 else None,
         }
+        return now | {"earlier": self._earlier_costs()}
+
+    def _earlier_costs(self) -> list[dict[str, Any]]:
+        """Of earlier evaluations into this folder, whose answers this one takes from the cache:
+        what an evaluation cost is known by all the calls that it took."""
+        try:
+            before = json.loads((self._out_dir / EVALUATION).read_text())["cost"]
+            earlier = [*before.pop("earlier", []), before]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return []  # none, or one that this evaluation puts right
+        return [cost for cost in earlier if cost.get("answers_asked")]
 
     def _divergence(
         self,

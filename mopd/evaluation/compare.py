@@ -15,6 +15,8 @@ from rich.text import Text
 
 from mopd.errors import DataError
 from mopd.evaluation.metrics import interval, paired_bootstrap, stream
+from mopd.evaluation.record_shapes import FinalAnswers, read_json
+from mopd.evaluation.run_files import config_file
 from mopd.evaluation.significance import paired_test
 
 Scores = Mapping[str, Mapping[str, bool | None]]
@@ -48,7 +50,7 @@ def student_scores(run_dir: Path) -> Scores:
     final = run_dir / "final_answers.json"
     try:
         if final.exists():
-            stored = json.loads(final.read_text())
+            stored = read_json(final.read_text(), FinalAnswers)
             if "student" not in stored:
                 raise DataError(f"{final}: no student was evaluated there")
             return {
@@ -62,8 +64,11 @@ def student_scores(run_dir: Path) -> Scores:
             )
         stored = json.loads(files[-1].read_text())
         return {n: {i["item_id"]: i["correct"] for i in items} for n, items in stored.items()}
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{run_dir}: its answers cannot be read ({error})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        place = final if final.exists() else files[-1]
+        raise DataError(
+            f"{place} is damaged ({error}); write it again with mopd evaluate"
+        ) from error
 
 
 def compare_runs(
@@ -113,11 +118,14 @@ def compare_runs(
 
 
 def config_differences(a: Path, b: Path) -> list[str]:
-    """``key: A -> B`` of every configuration key that differs, in order; [] where none is kept."""
+    """``key: A -> B`` of every configuration key that differs, in order; a line that says so where
+    one of them keeps no configuration."""
     flat = []
     for run_dir in (a, b):
-        path = run_dir / "config.yaml"
+        path = config_file(run_dir)
         flat.append(_flat(yaml.safe_load(path.read_text()), "") if path.exists() else {})
+    if without := [str(place) for place, keys in zip((a, b), flat, strict=True) if not keys]:
+        return [f"the configurations are not compared: {' and '.join(without)} has none"]
     keys = list(dict.fromkeys([*flat[0], *flat[1]]))
     missing = "(none)"
     return [

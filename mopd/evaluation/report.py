@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,25 +20,30 @@ from mopd.evaluation import report_figures as figures
 from mopd.evaluation import report_methods as methods
 from mopd.evaluation import report_samples as samples
 from mopd.evaluation import report_sections as sections
+from mopd.evaluation.outcome import RETENTION
+from mopd.evaluation.report_tables import markdown_tables, report_tables
 from mopd.evaluation.run_files import Record, RunFiles, read_run
 from mopd.evaluation.tables import (
     COLUMNS,
-    markdown_table,
     retention_markdown,
     retention_notes,
     retention_rows,
-    score_markdown,
     with_interval,
 )
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, damaged: Callable[[str], None] = lambda _: None) -> Path:
     """Write ``report.html``, ``report.md`` and ``report.json`` into `run_dir`; the HTML's path.
+
+    Args:
+        damaged: told of every file that is there and cannot be used; the report says it, too.
 
     Raises:
         DataError: `run_dir` is not a run's directory.
     """
     run = read_run(run_dir)
+    for text in run.damaged:
+        damaged(f"{run_dir}: {text}")
     environment = Environment(
         loader=FunctionLoader(_template),
         autoescape=True,
@@ -62,13 +67,15 @@ def read_retention(run_dir: Path) -> Record:
     Raises:
         DataError: there is none: the run was not finished, or is not a run.
     """
-    retention = read_run(run_dir).retention
-    if retention is None:
+    run = read_run(run_dir)
+    if run.retention is None:
+        why = next((text for text in run.damaged if text.startswith(RETENTION)), None)
         raise DataError(
-            f"{run_dir} has no retention.json that can be read: its final evaluation is missing; "
-            "finish the run (resume=true), or evaluate its student: mopd evaluate CONFIG"
+            f"{run_dir} has no {RETENTION} that can be read: "
+            f"{why or 'its final evaluation is missing;'} "
+            "Finish the run (resume=true), or evaluate its student: mopd evaluate CONFIG"
         )
-    return retention
+    return run.retention
 
 
 def verdict(run: RunFiles) -> str:
@@ -77,6 +84,11 @@ def verdict(run: RunFiles) -> str:
         return "No student was evaluated: what follows is of the base and the teachers."
     if run.retention is None:
         planned = f" of {run.steps_planned}" if run.steps_planned is not None else ""
+        if (run.run_dir / RETENTION).exists():
+            return (
+                f"{run.steps_done}{planned} steps are recorded, and the final evaluation cannot be "
+                "read: see the notes. What follows is what there is."
+            )
         return (
             f"Not finished: {run.steps_done}{planned} steps are recorded and the final evaluation "
             "is missing. What follows is what there is."
@@ -147,7 +159,10 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
         found.append(("steps", f"{run.steps_done}{planned}"))
     if run.metrics and isinstance(run.metrics[-1].get("time_s"), (int, float)):
         found.append(("run time", f"{run.metrics[-1]['time_s'] / 60:.1f} min"))
-    found.append(("domains", str(len(run.domains))))
+    general = run.general
+    found.append(("domains", str(len([d for d in run.domains if d not in general]))))
+    if general:
+        found.append(("general sets", ", ".join(general)))
     steps = run.curve("time/step_s")
     if steps:
         middle = sorted(value for _, value in steps)[len(steps) // 2]
@@ -163,9 +178,18 @@ def facts(run: RunFiles) -> list[tuple[str, str]]:
         found.append(("best student", f"step {best.get('step')}, {criterion} {best['value']:.3f}"))
         if best.get("ended_early_after") is not None:
             found.append(("ended early", f"after step {best['ended_early_after']}"))
+    if calls := evaluation_calls(run):
+        asked, seconds = (sum(c[k] for c in calls) for k in ("answers_asked", "wall_s"))
+        found.append(("evaluation", f"{asked:,} answers, {seconds:,.0f} s"))
     if "seed" in run.config:
         found.append(("seed", str(run.config["seed"])))
     return found
+
+
+def evaluation_calls(run: RunFiles) -> list[Record]:
+    """What each call that asked for answers took; those of the training run are not among them."""
+    cost = (run.evaluation or {}).get("cost") or {}
+    return [c for c in (*cost.get("earlier", []), cost) if c.get("answers_asked")]
 
 
 def markdown(run: RunFiles) -> str:
@@ -173,21 +197,7 @@ def markdown(run: RunFiles) -> str:
     parts = [f"# {run.name}", verdict(run)]
     if run.retention is not None:
         parts.append(retention_markdown(run.retention).rstrip())
-    if run.evaluation is not None and run.evaluation.get("table"):
-        parts.append(score_markdown(run.evaluation).rstrip())
-    if compared := methods.methods_markdown(run):
-        parts.append(compared)
-    unit = sections.cost_unit(run)
-    cost = ("stage", "wall s", unit, "share", f"{unit} a point")
-    divergence = ("domain", "KL(student to teacher), k1", "k3", "answers", "tokens")
-    for columns, rows in (
-        (divergence, sections.divergence_rows(run)),
-        (cost, sections.cost_rows(run)),
-    ):
-        if rows:
-            parts.append(markdown_table(columns, rows))
-    if spent := sections.cost_facts(run):
-        parts.append(spent)
+    parts += markdown_tables(run)
     parts.append("\n".join(f"- {key}: {value}" for key, value in facts(run)))
     if said := [*warned(run), *run.problems]:
         parts.append("\n".join(f"- {line}" for line in said))
@@ -230,8 +240,6 @@ def summary(run: RunFiles) -> dict[str, Any]:
 
 def page(run: RunFiles) -> dict[str, Any]:
     """Everything the template shows."""
-    seed_columns, seeds = methods.seeds(run)
-    sampled_columns, sampled = sections.sampled_rows(run)
     return {
         "name": run.name,
         "verdict": verdict(run),
@@ -241,26 +249,13 @@ def page(run: RunFiles) -> dict[str, Any]:
         "columns": COLUMNS,
         "rows": retention_rows(run.retention) if run.retention is not None else [],
         "notes": retention_notes(run.retention) if run.retention is not None else [],
-        "significance_rows": sections.significance_rows(run),
+        "tables": report_tables(run),
         "retention_figures": figures.retention_figures(run),
         "heat_map": sections.heat_map(run),
-        "method_columns": methods.METHOD_COLUMNS,
-        "method_rows": methods.method_rows(run),
-        "seed_columns": seed_columns,
-        "seed_rows": seeds,
-        "divergence_rows": sections.divergence_rows(run),
-        "sampled_columns": sampled_columns,
-        "sampled_rows": sampled,
-        "answer_rows": sections.answer_rows(run),
         "learning_figures": figures.learning_figures(run),
         "browser": samples.sample_browser(run),
         "training_figures": figures.training_figures(run),
         "time_figure": figures.time_figure(run),
-        "stage_rows": figures.stage_rows(run),
-        "cost_rows": sections.cost_rows(run),
-        "cost_unit": sections.cost_unit(run),
-        "cost_facts": sections.cost_facts(run),
-        "failures": sections.failure_rows(run),
         "transcripts": samples.chosen_transcripts(run),
         "clip": samples.CLIP_NATS,
         "config": run.config_text,

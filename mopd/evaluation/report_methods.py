@@ -8,7 +8,7 @@ from typing import Any
 
 from mopd.evaluation.report_sections import p_value
 from mopd.evaluation.run_files import RunFiles
-from mopd.evaluation.tables import NONE, markdown_table, number, with_interval
+from mopd.evaluation.tables import NONE, number, with_interval
 from mopd.evaluation.trained import of_the_same_recipe, seed_rows
 
 CLEAR = 0.05
@@ -113,9 +113,3 @@ def _lead(mean: float, lead: Mapping[str, Any] | None) -> str:
         return number(mean)
     doubt = "" if lead["p"] < CLEAR else ", which may be chance"
     return f"{mean:.3f}, by {signed(lead['value'])} {_interval(lead['ci95'])}{doubt}"
-
-
-def methods_markdown(run: RunFiles) -> str:
-    """Both tables as GitHub Markdown; empty where there is nothing to compare."""
-    tables = [(METHOD_COLUMNS, method_rows(run)), seeds(run)]
-    return "\n\n".join(markdown_table(columns, rows) for columns, rows in tables if rows)

@@ -10,10 +10,20 @@ from typing import Any
 import yaml
 
 from mopd.errors import DataError
+from mopd.evaluation.record_shapes import Best, Evaluation, Retention, read_json
 
 Record = dict[str, Any]
 WARNINGS = "warnings.jsonl"
 """Every warning of a run or an evaluation, as it was shown."""
+CONFIG, EVALUATION_CONFIG = "config.yaml", "evaluation.yaml"
+"""What a run was trained with; what its last evaluation by `mopd evaluate` was made with."""
+
+
+def config_file(run_dir: Path) -> Path:
+    """Where the configuration of a run is, or of an evaluation without one."""
+    trained = run_dir / CONFIG
+    made = run_dir / EVALUATION_CONFIG
+    return made if made.exists() and not trained.exists() else trained
 
 
 @dataclass
@@ -40,6 +50,8 @@ class RunFiles:
     """What the run warned of, each text once."""
     problems: list[str] = field(default_factory=list)
     """What could not be read, in words."""
+    damaged: list[str] = field(default_factory=list)
+    """Those of them that say of a file that it is there and cannot be used."""
 
     @property
     def name(self) -> str:
@@ -71,6 +83,16 @@ class RunFiles:
                 if key.startswith("domain/") and key.count("/") >= 2:
                     names[key[len("domain/") : key.rindex("/")]] = None
         return list(names)
+
+    @property
+    def general(self) -> list[str]:
+        """Sets without a teacher, on which forgetting is measured."""
+        evaluation = self.config.get("evaluation")
+        configured = evaluation.get("general") if isinstance(evaluation, dict) else None
+        found = dict.fromkeys(configured if isinstance(configured, dict) else ())
+        if self.retention is not None:
+            found.update(dict.fromkeys(self.retention.get("forgetting") or {}))
+        return list(found)
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of a metric wherever it has a value."""
@@ -110,37 +132,39 @@ def read_run(run_dir: Path) -> RunFiles:
     run.transcripts = _json_lines(
         run, "transcripts.jsonl", ("step", "domain", "prompt", "response"), optional=True
     )
-    retention = _json_object(run, "retention.json")
-    if retention is not None and not isinstance(retention.get("domains"), dict):
-        run.problems.append("retention.json has no domains; left out.")
-        retention = None
-    run.retention = retention
-    run.evaluation = _json_object(run, "evaluation.json")
-    run.best = _json_object(run, "best.json")
+    run.retention = _json_object(run, "retention.json", Retention)
+    run.evaluation = _json_object(run, "evaluation.json", Evaluation)
+    run.best = _json_object(run, "best.json", Best)
     run.samples = _json_lines(
         run, "samples.jsonl", ("set", "class", "prompt", "answers"), optional=True
     )
     warned = _json_lines(run, WARNINGS, ("text",), optional=True)
     run.warnings = list(dict.fromkeys(str(record["text"]) for record in warned))
-    run.versions = {k: str(v) for k, v in (_json_object(run, "versions.json") or {}).items()}
+    versions = _json_object(run, "versions.json", dict[str, Any]) or {}
+    run.versions = {k: str(v) for k, v in versions.items()}
     return run
 
 
 def _read_config(run: RunFiles) -> None:
-    path = run.run_dir / "config.yaml"
+    path = config_file(run.run_dir)
     if not path.exists():
-        run.problems.append("config.yaml is missing.")
+        run.problems.append(f"{path.name} is missing.")
         return
     run.config_text = path.read_text(encoding="utf-8", errors="replace")
     try:
         config = yaml.safe_load(run.config_text)
     except yaml.YAMLError as error:
-        run.problems.append(f"config.yaml is not YAML: {error}")
+        _damaged(run, f"{path.name} is not YAML: {error}")
         return
     if isinstance(config, dict):
         run.config = config
     else:
-        run.problems.append("config.yaml does not hold a mapping.")
+        _damaged(run, f"{path.name} does not hold a mapping.")
+
+
+def _damaged(run: RunFiles, text: str) -> None:
+    run.damaged.append(text)
+    run.problems.append(text)
 
 
 def _json_lines(
@@ -170,19 +194,16 @@ def _json_lines(
     return found
 
 
-def _json_object(run: RunFiles, name: str) -> Record | None:
+def _json_object(run: RunFiles, name: str, shape: Any) -> Record | None:
     path = run.run_dir / name
     if not path.exists():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        found: Record = read_json(path.read_text(encoding="utf-8"), shape)
     except ValueError as error:
-        run.problems.append(f"{name} is not JSON: {error}")
+        _damaged(run, f"{name} is damaged and left out: {error}.")
         return None
-    if not isinstance(value, dict):
-        run.problems.append(f"{name} does not hold an object.")
-        return None
-    return value
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -127,13 +127,8 @@ def score_rows(record: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[s
     return ("model", *domains, "mean"), rows
 
 
-def score_markdown(record: Mapping[str, Any]) -> str:
-    """The same as a GitHub Markdown table."""
-    return markdown_table(*score_rows(record)) + "\n"
-
-
 def score_table(record: Mapping[str, Any]) -> Table:
-    """The same as a rich table."""
+    """`score_rows` as a rich table."""
     table = Table(title="Every model on every set (change against the base)", title_justify="left")
     columns, rows = score_rows(record)
     for k, column in enumerate(columns):

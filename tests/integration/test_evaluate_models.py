@@ -74,3 +74,8 @@ def test_a_copy_of_the_teacher_keeps_all_and_a_second_report_costs_nothing(
     again, kept, said = evaluate(prepared, str(copy))
     assert "every answer is in the cache" in said
     assert kept == retention and again["table"] == table
+    earlier = dict(record["cost"])  # of when the answers were asked for
+    assert earlier.pop("earlier") == [] and earlier["answers_asked"] > 0
+    assert again["cost"]["earlier"] == [earlier] and again["cost"]["answers_asked"] == 0
+    saved = load_config([Path(prepared.config.run_dir) / "out" / "evaluation.yaml"])
+    assert saved == prepared.config

@@ -135,6 +135,23 @@ def test_runs_that_share_nothing_are_refused(tmp_path):
         compare_runs(a, b)
 
 
+@pytest.mark.parametrize("row", [["i/1"], ["i/1", "yes", 1.0, 3], [1, True, 1.0, 3]])
+def test_damaged_answers_are_named(tmp_path, row):
+    run = write_fake_run(tmp_path / "r", steps=25)
+    (run / "final_answers.json").write_text(json.dumps({"student": {"sum": [row]}}))
+    with pytest.raises(DataError, match=r"final_answers.json is damaged .*\$\[...\]\[...\]"):
+        student_scores(run)
+
+
+def test_a_run_without_a_configuration_is_said_to_have_none(tmp_path):
+    a, b = write_fake_run(tmp_path / "a", steps=25), write_fake_run(tmp_path / "b", steps=25)
+    (b / "config.yaml").rename(b / "evaluation.yaml")  # of an evaluation alone
+    assert compare_runs(a, b)[1] == []
+    (b / "evaluation.yaml").unlink()
+    (line,) = compare_runs(a, b)[1]
+    assert str(b) in line and "not compared" in line
+
+
 def test_the_last_recorded_answers_do_where_there_is_no_final_file(tmp_path):
     folder = tmp_path / "answers"
     folder.mkdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fake_run import DOMAINS, write_fake_run
 
+from mopd.cli import main
 from mopd.errors import DataError
 from mopd.evaluation import svg
 from mopd.evaluation.report import facts, verdict, write_report
@@ -129,6 +130,12 @@ def test_verdict_is_the_files_own_figures(run_dir, full):
     assert said in full.all_text()
     markdown = (run_dir / "report.md").read_text()
     assert said in markdown and f"| {worst} |" in markdown
+    headings = {line[3:] for line in markdown.splitlines() if line.startswith("## ")}
+    assert {
+        "Tests on the same items", "Every model on every set", "Was it worth it?",
+        "Beside right and wrong", "Distance to the teachers", "Where the time goes",
+        "What it cost", "Failures",
+    } <= headings  # fmt: skip
 
 
 def test_what_models_wrote_is_text_never_markup(tmp_path):
@@ -191,8 +198,45 @@ def test_damaged_files_are_named(tmp_path):
     (directory / "retention.json").write_text('{"domains"')
     (directory / "versions.json").write_text("[]")
     text = parsed(directory).all_text()
-    for name in ("config.yaml is not YAML", "retention.json is not JSON", "versions.json does not"):
+    for name in (
+        "config.yaml is not YAML",
+        "retention.json is damaged",
+        "versions.json is damaged",
+    ):
         assert name in text
+    assert "the final evaluation cannot be read" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "said"),
+    [
+        ("retention.json", ("domains", "sum", "student"), "high", "$.domains[...].student"),
+        ("retention.json", ("domains", "sum", "ci95"), [0.1], "$.domains[...].ci95"),
+        ("retention.json", ("domains",), [], "$.domains"),
+        ("retention.json", ("mean_headroom_captured",), float("nan"), "it has NaN"),
+        ("evaluation.json", ("table", "base", "sum"), 0.5, "$.table[...][...]"),
+        ("evaluation.json", ("router", "models"), None, "$.router.models"),
+        ("evaluation.json", ("others", "average", "lead"), {"value": 0.1}, "others[...].lead"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_and_the_rest_shown(
+    tmp_path, capsys, name, place, value, said
+):
+    directory = write_fake_run(tmp_path / "r", steps=25)
+    record = json.loads((directory / name).read_text())
+    inner = record
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (directory / name).write_text(json.dumps(record))
+    assert main(["report", str(directory)]) == 0
+    told = capsys.readouterr().err
+    assert f"{name} is damaged" in told and said in told
+    text = parsed(directory).all_text()
+    assert f"{name} is damaged" in text and "Where the time goes" in text
+    if name == "retention.json":
+        assert main(["report", str(directory), "--gate", "min_retention=0.5"]) == 1
+        assert f"{name} is damaged" in capsys.readouterr().err
 
 
 def test_no_run_at_all_is_refused(tmp_path):
