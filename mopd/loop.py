@@ -38,6 +38,10 @@ from mopd.protocols import (
 from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, group_of
 
 
+async def no_metrics() -> Mapping[str, float]:
+    return {}
+
+
 @dataclass
 class Parts:
     """Everything the loop talks to."""
@@ -52,10 +56,13 @@ class Parts:
     evaluator: Evaluator
     observer: Observer
     checkpoint: Callable[[int], Awaitable[None]]
-    """Called with the number of finished steps."""
+    """Called with the number of finished steps; what is saved may still be written when it
+    returns."""
     refuse: Callable[[Rollout], str | None] = lambda _: None
     """Why a rollout cannot be trained on, or None."""
     stop_requested: Callable[[], bool] = lambda: False
+    checkpoint_progress: Callable[[], Awaitable[Mapping[str, float]]] = no_metrics
+    """Called in every step, while the student has nothing to do; returns how saving went."""
 
 
 async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
@@ -76,6 +83,7 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
             metrics |= await parts.sync.proven()  # the weights that drew these samples
         with timer("train"):
             metrics |= await parts.student.step(samples, step)
+        metrics |= await parts.checkpoint_progress()
         with timer("sync"):
             metrics |= await parts.sync.publish(version=step + 1)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.build import Prepared
-from mopd.checkpoints import Checkpoint, save_checkpoint
+from mopd.checkpoints import Checkpoint, CheckpointWriter
 from mopd.config.load import save_config
 from mopd.config.schema import DEVICE_TRANSPORTS
 from mopd.credit import Credit
@@ -148,6 +148,12 @@ class System:
             transport=self._config.weight_sync.transport,
             directory=Path(folder) if (folder := self._config.weight_sync.directory) else None,
         )
+        self._checkpoints = CheckpointWriter(
+            run_dir,
+            student,
+            keep=self._config.train.keep_checkpoints,
+            beside_training=self._config.student.checkpoint_async,
+        )
         self._mixture = prepared.mixture()
         self._recent: Collection[Mapping[str, float]] = ()
         self._credit = Credit(prepared.config)
@@ -276,6 +282,13 @@ class System:
                 done, early = stopped.step, isinstance(stopped, StoppedEarly)
                 progress.stage("checkpoint")
                 await self._checkpoint(done)
+            except Exception:
+                lost = await self._checkpoints.rescue()
+                if lost is not None:
+                    progress.warn(lost)
+                raise
+            if (last := await self._checkpoints.finish()) is not None:
+                progress.note(last)
             stop.finish_step_first = False
             finished = early or done == config.train.steps
             if finished:
@@ -357,6 +370,7 @@ class System:
             checkpoint=self._checkpoint,
             refuse=self._prepared.refuse,
             stop_requested=stop_requested,
+            checkpoint_progress=self._checkpoints.progress,
         )
 
     def _source(self) -> RolloutSource:
@@ -369,12 +383,8 @@ class System:
         )
 
     async def _checkpoint(self, step: int) -> None:
-        await save_checkpoint(
-            self._run_dir,
-            step,
-            self._student.save,
-            {"prompts": self._mixture.state_dict(), "credit": self._credit.state_dict()},
-            keep=self._config.train.keep_checkpoints,
+        await self._checkpoints.save(
+            step, {"prompts": self._mixture.state_dict(), "credit": self._credit.state_dict()}
         )
 
 

@@ -85,6 +85,8 @@ def student_bytes(config: Config, size: Size, longest: int) -> tuple[float, floa
     spread = student.parallel.dp if student.optimizer.distributed else 1
     # Gradients are kept in float32 whatever the weights are.
     kept = size.of_rank(config) * (width + 4 + (copies + 8) / spread)
+    if student.checkpoint_async:  # the copy that is written beside training
+        kept += size.of_rank(config) * 12
     tokens = student.max_tokens_per_microbatch or student.micro_batch_size * longest
     shape = json.loads((Path(student.model) / "config.json").read_text())
     limits = read_model_limits(student.model)

@@ -71,6 +71,7 @@ class StudentConfig:
     loss_head: str = "logits"  # logits | fused: the LM head tile by tile, its logits never whole
     fp32_head: bool = False  # the LM head's product and logits in float32, rollouts' too
     checkpoint_format: str = "huggingface"  # | megatron: every rank writes its own part
+    checkpoint_async: bool = False  # written while training goes on, from a copy (megatron only)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     threads_per_rank: int = 1
     gpus_per_rank: float = 0.0

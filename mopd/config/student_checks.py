@@ -68,6 +68,13 @@ def check_student(config: Config) -> Iterator[str]:
             yield f"student.model: {error}"
     if student.fp32_head and student.dtype == "float32":
         yield "student.fp32_head has no effect with student.dtype float32; leave one of the two out"
+    if student.checkpoint_async and student.checkpoint_format != "megatron":
+        yield (
+            f"student.checkpoint_async with student.checkpoint_format {student.checkpoint_format}: "
+            "whole tensors travel to rank 0 one after the other, straight into the file; to write "
+            "them later rank 0 would need a second copy of the whole model and its moments. Take "
+            "checkpoint_format megatron, where every rank copies what it writes"
+        )
     if student.routing_replay and student.recompute == "layers" and layout.pp > 1:
         yield (
             "student.routing_replay with student.recompute layers and student.parallel.pp "

@@ -340,6 +340,8 @@ class Progress:
                 parts.append(f"{float(rate):,.0f} {name}/s")
         if metrics.get("mask_fraction") is not None:
             parts.append(f"masked {float(metrics['mask_fraction']):.2%}")
+        if metrics.get("checkpoint/writing") is not None:
+            parts.append(f"checkpoint {metrics['checkpoint/writing']:.0f} being written")
         return parts
 
     def _domain_cells(self, domain: str) -> tuple[str, str, str]:

@@ -116,6 +116,15 @@ class StudentGroup:
     async def save(self, directory: Path) -> None:
         await self._call("save", directory)
 
+    async def begin_save(self, directory: Path) -> None:
+        await self._call("begin_save", directory)
+
+    async def save_written(self) -> bool:
+        return all(await self._all(lambda _, actor: actor.call.remote("save_written")))
+
+    async def finish_save(self) -> float:
+        return await self._call("finish_save")  # type: ignore[no-any-return]
+
     async def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint folder."""
         await self._call("save_hf", directory)

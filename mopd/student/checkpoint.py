@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,13 @@ from torch import Tensor
 
 from mopd.errors import ModelError
 from mopd.student import megatron_format, parallel
-from mopd.student.files import recover, replace_directory, write_tensors, write_text
+from mopd.student.files import (
+    recover,
+    replace_directory,
+    tree_to_disk,
+    write_tensors,
+    write_text,
+)
 from mopd.student.optimizer import MOMENTS, Optimizer
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
 
@@ -51,37 +59,128 @@ def save(
     Written beside `directory` and renamed: an interrupted save leaves the previous one whole.
     `identity` is what `load` will insist on. Raises ModelError where it cannot be written.
     """
-    temporary = directory.with_name(f".{directory.name}.partial")
-    what = f"could not save the student under {directory}"
     kind = "huggingface" if megatron is None else "megatron"
-    state = {
-        "format": FORMAT,
-        "tensors": kind,
-        "optimizer_steps": optimizer.steps,
-        **identity,
-    }
-
-    def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary if megatron is None else temporary / MEGATRON).mkdir(parents=True)
-
-    def finish() -> None:
-        for name, tensors in (further or {}).items():
-            write_tensors(tensors, temporary / name)
-        # No step draws random numbers (dropout is 0); kept so that one which did would resume.
-        write_tensors({"cpu": torch.get_rng_state()}, temporary / RNG)
-        write_text(json.dumps(state, indent=2) + "\n", temporary / STATE)
-        replace_directory(temporary, directory)
-
-    parallel.on_rank_zero(begin, what)
+    beside = _Beside(directory, optimizer, kind, identity, further or {})
     if megatron is None:
-        weights.write(parameters, temporary / WEIGHTS)
+        weights.write(parameters, beside.temporary / WEIGHTS)
         for moment in MOMENTS:
-            weights.write(optimizer.moment(moment), temporary / f"{moment}.safetensors")
+            weights.write(optimizer.moment(moment), beside.temporary / f"{moment}.safetensors")
     else:
         everything = megatron_format.groups(parameters, optimizer.moments())
-        megatron_format.save(megatron, everything, temporary / MEGATRON)
-    parallel.on_rank_zero(finish, what)
+        megatron_format.save(megatron, everything, beside.temporary / MEGATRON)
+
+    def write() -> None:
+        beside.write()
+        beside.put_in_place()
+
+    parallel.on_rank_zero(write, beside.could_not)
+
+
+class BackgroundSave:
+    """`save` in Megatron's format that lets the rank go on while a thread of it writes.
+
+    Every rank copies what it will write, in the machine's memory, before this returns. A thread
+    and no process: forks beside gRPC's threads do not end well. It is a daemon, so that a rank
+    that is told to end does; what it wrote until then is no checkpoint.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        optimizer: Optimizer,
+        parameters: Mapping[str, Tensor],
+        identity: Mapping[str, Any],
+        further: Mapping[str, Mapping[str, Tensor]],
+        model: Any,
+        live: Iterable[Tensor],
+    ) -> None:
+        """Collective. As for `save`; `live`: every tensor that a step of this rank writes to.
+
+        Raises ModelError where the folder cannot be made.
+        """
+        self._beside = _Beside(directory, optimizer, "megatron", identity, further)
+        everything = megatron_format.groups(parameters, optimizer.moments())
+        self._tensors = megatron_format.Writing(
+            model, everything, self._beside.temporary / MEGATRON
+        )
+        self._tensors.snapshot(live)
+        self._failure: str | None = None
+        self._took_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        began = time.monotonic()
+        self._tensors.run()
+        if dist.get_rank() == 0:
+            try:
+                self._beside.write()
+            except OSError as error:
+                self._failure = str(error)
+        self._took_s = time.monotonic() - began
+
+    def written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> float:
+        """Wait for all ranks' threads and put the checkpoint in its place; returns the seconds
+        that the slowest took. Collective.
+
+        Raises ModelError, on every rank, where one of them could not write; the checkpoint that
+        was in the place before is still there.
+        """
+        self._thread.join()
+        self._tensors.finish(self._failure)
+        parallel.on_rank_zero(self._beside.put_in_place, self._beside.could_not)
+        took = [0.0] * dist.get_world_size()
+        dist.all_gather_object(took, self._took_s)
+        return max(took)
+
+
+class _Beside:
+    """What a checkpoint has beside its tensors, as it is now, and the folder it grows in."""
+
+    def __init__(
+        self,
+        directory: Path,
+        optimizer: Optimizer,
+        kind: str,
+        identity: Mapping[str, Any],
+        further: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        """Make an empty folder. Collective. Raises ModelError where it cannot be made."""
+        self._directory, self._further = directory, further
+        self.temporary = directory.with_name(f".{directory.name}.partial")
+        self.could_not = f"could not save the student under {directory}"
+        self._state = {
+            "format": FORMAT,
+            "tensors": kind,
+            "optimizer_steps": optimizer.steps,
+            **identity,
+        }
+        # No step draws random numbers (dropout is 0); kept so that one which did would resume.
+        self._random = torch.get_rng_state()
+
+        def begin() -> None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            (self.temporary / MEGATRON if kind == "megatron" else self.temporary).mkdir(
+                parents=True
+            )
+
+        parallel.on_rank_zero(begin, self.could_not)
+
+    def write(self) -> None:
+        """On rank 0. Raises OSError."""
+        for name, tensors in self._further.items():
+            write_tensors(tensors, self.temporary / name)
+        write_tensors({"cpu": self._random}, self.temporary / RNG)
+        write_text(json.dumps(self._state, indent=2) + "\n", self.temporary / STATE)
+
+    def put_in_place(self) -> None:
+        """On rank 0, once every rank has written. Raises OSError."""
+        tree_to_disk(self.temporary)
+        replace_directory(self.temporary, self._directory)
 
 
 def load(

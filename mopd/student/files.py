@@ -89,7 +89,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def write_text(text: str, path: Path) -> None:
     path.write_text(text)
-    _to_disk(path)
+    to_disk(path)
 
 
 def replace_directory(new: Path, final: Path) -> None:
@@ -100,6 +100,7 @@ def replace_directory(new: Path, final: Path) -> None:
     if final.exists():
         os.replace(final, previous)
     os.replace(new, final)
+    to_disk(final.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
@@ -113,7 +114,14 @@ def _previous(final: Path) -> Path:
     return final.with_name(f".{final.name}.previous")
 
 
-def _to_disk(path: Path) -> None:
+def tree_to_disk(folder: Path) -> None:
+    """Have everything below `folder`, whoever wrote it, survive a power cut."""
+    for path in (*folder.rglob("*"), folder):
+        to_disk(path)
+
+
+def to_disk(path: Path) -> None:
+    """The same of one file, or of the names in one folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -185,6 +185,14 @@ class Optimizer:
                 total += piece.main.nbytes
         return total
 
+    def state_tensors(self) -> list[Tensor]:
+        """What a step writes to on this rank, beside the parameters: moments and float32 copies."""
+        found = [piece.main for piece in self._pieces.values()]
+        for piece in self._pieces.values():
+            state = piece.optimizer.state.get(piece.main) or {}
+            found += [value for value in state.values() if isinstance(value, Tensor)]
+        return found
+
     # -- pieces -------------------------------------------------------------------------------
 
     def _megatron_optimizers(self) -> list[Any]:

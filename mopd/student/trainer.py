@@ -141,6 +141,7 @@ class StudentRank:
         )
         self.weights.load(source, self._parameters())
         self._publisher: Publisher | None = None
+        self._saving: checkpoint.BackgroundSave | None = None
         self._ddp = DistributedDataParallel(
             self.model.config,
             DistributedDataParallelConfig(
@@ -475,6 +476,33 @@ class StudentRank:
             {} if self._critic is None else {CRITIC: self._critic.state_dict()},
             megatron=self.model if self.config.checkpoint_format == "megatron" else None,
         )
+
+    def begin_save(self, directory: str | Path) -> None:
+        """`save` in Megatron's format, but return once what is saved has been copied; it is written
+        beside the steps that follow, and there after `finish_save`."""
+        assert self._saving is None and self.config.checkpoint_format == "megatron"
+        self._saving = checkpoint.BackgroundSave(
+            Path(directory),
+            self._optimizer,
+            self._main_parameters(),
+            self._identity(),
+            {} if self._critic is None else {CRITIC: self._critic.state_dict()},
+            self.model,
+            [*self._parameters().values(), *self._optimizer.state_tensors()],
+        )
+
+    def save_written(self) -> bool:
+        """Whether this rank has nothing left to write. Not collective."""
+        return self._saving is None or self._saving.written()
+
+    def finish_save(self) -> float:
+        """Wait for what `begin_save` began; returns the seconds that the slowest rank wrote.
+
+        Raises ModelError where a rank could not write; the checkpoint before is whole.
+        """
+        saving, self._saving = self._saving, None
+        assert saving is not None
+        return saving.finish()
 
     def load(self, directory: str | Path) -> None:
         """Go on from what `save` wrote, at this or any other layout."""

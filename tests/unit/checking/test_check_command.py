@@ -150,6 +150,8 @@ def test_bytes_a_parameter(tmp_path: Path, dtype: str, distributed: bool, each: 
     assert kept == pytest.approx((200 + 300) * each)
     config.student.loss_head = "fused"
     assert student_bytes(config, Size(1000, 600), 100)[1] < grows / 2
+    config.student.checkpoint_async = True  # weights and moments once more, in float32
+    assert student_bytes(config, Size(1000, 600), 100)[0] == kept + 500 * 12
 
 
 def test_a_teacher_of_another_chat_template_is_told(tmp_path: Path) -> None:

@@ -40,6 +40,10 @@ def problems_of(config: Config, changes: dict[str, object]) -> list[str]:
             },
             "another micro-batch's choices",
         ),
+        (
+            {"student.checkpoint_async": True},
+            "student.checkpoint_async with student.checkpoint_format huggingface: whole tensors",
+        ),
     ],
 )
 def test_refused(loaded: Load, changes: dict[str, object], said: str) -> None:
@@ -55,6 +59,7 @@ def test_refused(loaded: Load, changes: dict[str, object], said: str) -> None:
         {"student.routing_replay": True, "student.recompute": "attention"},
         {"student.fp32_head": True, "student.dtype": "bfloat16"},
         {"student.optimizer.distributed": True},
+        {"student.checkpoint_async": True, "student.checkpoint_format": "megatron"},
     ],
 )
 def test_fine(loaded: Load, changes: dict[str, object]) -> None:

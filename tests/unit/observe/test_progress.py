@@ -53,6 +53,13 @@ def test_plain_step_line_shows_everything_at_once():
     )
 
 
+def test_a_checkpoint_that_is_being_written_is_shown():
+    progress, out = plain(min_interval_s=0.0)
+    with progress:
+        progress.step(10, metrics() | {"checkpoint/writing": 8.0})
+    assert "masked 0.21% | checkpoint 8 being written | spell" in out.getvalue()
+
+
 def test_warnings_are_kept_those_before_the_place_was_known_and_when_nobody_reads(tmp_path):
     kept = tmp_path / "warnings.jsonl"
     progress = Progress(100, ["spell"], file=Broken(), plain=True)
