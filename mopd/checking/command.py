@@ -22,6 +22,7 @@ from mopd.config.load import load_config
 from mopd.config.objective_text import objective_lines
 from mopd.config.schema import Config
 from mopd.config.teachers import members_of
+from mopd.data.sampling import resolve_rules
 from mopd.errors import MopdError
 from mopd.weight_sync.publish import transfer_directory
 
@@ -52,7 +53,8 @@ def check_command(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json([str(file) for file in files], rows)))
     elif not is_good(rows):
-        print(f"{sum(row.status == FAILED for row in rows)} faults: the run would not start or end")
+        faults = sum(row.status == FAILED for row in rows)
+        print(f"{faults} fault{'s' * (faults != 1)}: the run would not start or end")
     else:
         unseen = "" if arguments.live else " (servers and models were not started: --live does)"
         print(f"no fault found{unseen}")
@@ -73,6 +75,16 @@ def _prepared(
         for text in error.faults or (str(error),):
             show(Row(part, "", FAILED, text))
         return None
+
+
+def sampling_text(config: Config) -> str:
+    """Which prompts are drawn, and drawn again, with the defaults of what was chosen."""
+    rules = resolve_rules(config.train.sampling, config.train.steps)
+    order = rules.pop("order")
+    set_to = [f"{key} {value:g}" for key, value in rules.items() if value is not None]
+    if rounds := config.train.sampling.dynamic_rounds:
+        set_to.append(f"groups of equal rewards replaced in up to {rounds} further rounds")
+    return ", ".join([order, *set_to])
 
 
 def template_rows(config: Config, folders: Mapping[str, Path]) -> Iterator[Row]:
@@ -108,6 +120,7 @@ def static_rows(prepared: Prepared, show: Callable[[Row], None]) -> None:
         show(Row("configuration", "", WARNING, text))
     for what, text in objective_lines(config).items():
         show(Row("objective", what, OK, text))
+    show(Row("prompts", "order", OK, sampling_text(config)))
     folders = teacher_folders(config)
     compared = ", ".join(folders) or "none of them is on this machine"
     show(Row("tokenizers", "equal to the student's by content", OK, compared))

@@ -67,6 +67,14 @@ def test_what_is_right_is_told_in_rows(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["check", written(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "--live does" in said and "prompts good: 32 prompts" in said
+    assert "prompts: order: shuffle\n" in said
+    chosen = ["train.sampling={order: curriculum, retire_above: 0.9}", "objective.orm.alpha=0.1"]
+    assert main(["check", written(tmp_path), *chosen]) == 1  # no prompt has a difficulty
+    assert capsys.readouterr().out.endswith("\n1 fault: the run would not start or end\n")
+    chosen[0] = "train.sampling={order: prioritised, retire_above: 0.9}"
+    assert main(["check", written(tmp_path), *chosen]) == 0
+    said = capsys.readouterr().out
+    assert "order: prioritised, min_priority 0.05, retire_above 0.9, retire_after 4" in said
 
 
 def test_every_fault_of_every_part_is_told_at_once(
