@@ -14,8 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from mopd.build import Prepared, placement_lines, prepare, teacher_folders
-from mopd.checking.estimates import disk_rows, memory_rows
+from mopd.build import Prepared, prepare
+from mopd.checking.estimates import disk_rows, memory_rows, placement_lines
 from mopd.checking.rows import FAILED, OK, WARNING, Row, as_json, is_good
 from mopd.config.checks import require_valid
 from mopd.config.load import load_config
@@ -24,6 +24,7 @@ from mopd.config.schema import Config
 from mopd.config.teachers import members_of
 from mopd.data.sampling import resolve_rules
 from mopd.errors import MopdError
+from mopd.model_folders import teacher_folders
 from mopd.weight_sync.publish import transfer_directory
 
 _ANOTHER_TEMPLATE = (

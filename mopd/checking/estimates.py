@@ -1,4 +1,4 @@
-"""About how much memory each kind of process will take, and how much disk the run.
+"""What a run will need of its machines: about how much memory and disk, how many processes.
 
 Exact where checkpoints say it (weights, gradients, Adam's moments, what is saved), rough for the
 rest: activations after Korthikanti et al. 2022 (arXiv 2205.05198, section 4: 34 bytes a token, a
@@ -20,8 +20,9 @@ from pathlib import Path
 
 from mopd.checking.rows import FAILED, OK, WARNING, Row
 from mopd.config.model_files import read_model_limits
-from mopd.config.placement import Role, roles
+from mopd.config.placement import Role, placement_text, roles, total_reserved
 from mopd.config.schema import Config
+from mopd.errors import ConfigError
 
 GIB = 2**30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -203,3 +204,31 @@ def _room(folder: Path, needed: float, what: str) -> Row:
     if not os.access(place, os.W_OK):
         status, text = FAILED, f"{place} cannot be written"
     return Row("disk", what, status, text)
+
+
+def placement_lines(config: Config) -> list[str]:
+    """The processes a run would start and how they fit this machine, in words.
+
+    Raises:
+        ConfigError: they reserve more GPUs than this machine has, and no cluster is named.
+    """
+    lines = [f"processes: {placement_text(config)}"]
+    cpus, gpus = total_reserved(config)
+    if config.ray.address is not None:
+        asked = f"{cpus:g} CPUs and {gpus:g} GPUs"
+        return [*lines, f"the cluster at {config.ray.address!r} must have {asked}"]
+    have = os.cpu_count() or 1
+    turns = f": they take turns on {have} here" if cpus > have else f" of {have} here"
+    lines.append(f"CPUs reserved: {cpus:g}{turns}")
+    if gpus > 0:
+        import torch
+
+        found = torch.cuda.device_count()
+        if gpus > found:
+            raise ConfigError(
+                f"the run's processes reserve {gpus:g} GPUs, this machine has {found}: "
+                f"{placement_text(config)}; lower gpus_per_rank, gpus_per_engine or the teachers' "
+                "gpus, or name a cluster (ray.address)"
+            )
+        lines.append(f"GPUs reserved: {gpus:g} of {found} here")
+    return lines

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from mopd.build import Prepared, teacher_folders
+from mopd.build import Prepared
 from mopd.checking.rows import FAILED, OK, Row
 from mopd.config.teachers import asked_teachers
 from mopd.errors import MopdError
+from mopd.model_folders import teacher_folders
 from mopd.runtime.cluster import LOOPBACK, ray_cluster
 from mopd.runtime.startup import Startup
 from mopd.runtime.teacher_examining import examined

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mopd.build import Prepared, teacher_folders
+from mopd.build import Prepared
 from mopd.config.teachers import members_of
 from mopd.evaluating.answers import Answering
 from mopd.evaluating.models import ModelUnderTest, model_in_folder
@@ -30,6 +30,7 @@ from mopd.evaluation.merging import (
 )
 from mopd.evaluation.outcome import scored_items
 from mopd.evaluation.selection import domain_rates
+from mopd.model_folders import teacher_folders
 from mopd.observe.progress import Progress
 from mopd.types import Prompt
 

@@ -6,13 +6,14 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
-from mopd.build import Prepared, end_of_sequence_ids
+from mopd.build import Prepared
 from mopd.config.model_files import read_model_limits
 from mopd.data.prompts import ContextLimit, check_lengths
 from mopd.errors import TeacherError
 from mopd.evaluating.models import ModelUnderTest
 from mopd.evaluation.answering import RawAnswer
 from mopd.evaluation.openai_models import OpenAIModel
+from mopd.model_folders import end_of_sequence_ids
 from mopd.protocols import Sequences
 from mopd.runtime.answering_engine import AnsweringEngine, EngineSpec
 from mopd.types import Prompt

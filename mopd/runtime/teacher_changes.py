@@ -150,7 +150,7 @@ class TeacherChanges:
 
     def _require_possible(self, name: str, domain: str, teacher: TeacherConfig) -> None:
         """ConfigError or ModelError with all that is wrong, as if it had been configured."""
-        from mopd.build import require_same_tokenizer  # it imports what loads models
+        from mopd.model_folders import require_same_tokenizer  # it imports what loads models
 
         config = self._config
         if config.rollout.source == "teachers" or config.objective.teacher.signal == "full":

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mopd.build import teacher_folders
 from mopd.config.load import load_config
 from mopd.config.schema import Config, TeacherConfig
 from mopd.config.wording import nearest
 from mopd.errors import ConfigError
+from mopd.model_folders import teacher_folders
 from mopd.runtime.teacher_actor import api_key_of, client_of, server_spec
 from mopd.runtime.teacher_examining import examined
 from mopd.runtime.teacher_registry import read_registry, request_change

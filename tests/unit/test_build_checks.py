@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mopd.build import context_limits, placement_lines, require_kernel, require_same_tokenizer
+from mopd.build import require_kernel
+from mopd.checking.estimates import placement_lines
 from mopd.config.model_files import read_model_limits
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
 from mopd.errors import ConfigError, ModelError
 from mopd.kernels.backends import forget_choices
+from mopd.model_folders import context_limits, require_same_tokenizer
 
 BASE = Path(__file__).parents[2] / "demo" / "models" / "base"
 

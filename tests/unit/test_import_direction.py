@@ -33,6 +33,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(
         (
             "build",
+            "model_folders",
             "runtime",
             "run",
             "run_dir",
@@ -53,7 +54,9 @@ SAME_RANK = {0, 4}
 LOOP_MAY = frozenset({"objective", "credit", "protocols", "types", "errors", "config", "loop"})
 """The algorithm on one page reads of nothing else, and of no third-party package."""
 
-TEACHERS_IMPORTED_BY = frozenset({"build", "runtime", "run", "checking", "evaluating", "cli"})
+TEACHERS_IMPORTED_BY = frozenset(
+    {"model_folders", "runtime", "run", "checking", "evaluating", "cli"}
+)
 
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "vllm": ("mopd/rollout/", "mopd_teachers/"),
