@@ -30,7 +30,8 @@ from mopd.evaluation.answering import (
 from mopd.evaluation.fingerprints import sampling_fingerprint, set_fingerprint
 from mopd.evaluation.items import Answers
 from mopd.evaluation.outcome import scored_items
-from mopd.observe.progress import Progress, duration
+from mopd.observe.progress import Progress
+from mopd.observe.wording import duration
 from mopd.protocols import Sequences
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool

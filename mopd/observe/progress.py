@@ -27,28 +27,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from mopd.observe.wording import domain_cells, duration, rates, robust_mean, teacher_states
+
 P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 RECENT = 20  # steps that the estimate of the remaining time looks back on
-
-
-def robust_mean(values: Sequence[float]) -> float:
-    """Mean without the lowest and highest fifth: one slow step (an evaluation) does not move it."""
-    assert values
-    ordered = sorted(values)
-    cut = len(ordered) // 5
-    kept = ordered[cut : len(ordered) - cut]
-    return sum(kept) / len(kept)
-
-
-def duration(seconds: float) -> str:
-    """``42 s``, ``3 min 20 s``, ``2 h 05 min``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _guarded(
@@ -314,11 +297,14 @@ class Progress:
         return line
 
     def _step_line(self) -> str:
-        parts = [f"step {self._step}/{self._total}", *self._rates()]
+        parts = [
+            f"step {self._step}/{self._total}",
+            *self._rates(),
+        ]
         for domain in self._domains:
-            reward, kl, _ = self._domain_cells(domain)
+            reward, kl, _ = domain_cells(self._metrics, domain)
             parts.append(f"{domain}: reward {reward} KL {kl}")
-        ill = [text for text, well in self._teachers() if not well]
+        ill = [text for text, well in teacher_states(self._metrics) if not well]
         return " | ".join([*parts, *ill])
 
     # --- what both forms show ---
@@ -329,47 +315,7 @@ class Progress:
         return robust_mean(times) * max(0, self._total - self._step) if times else None
 
     def _rates(self) -> list[str]:
-        eta = self.eta_s()
-        parts = [] if eta is None else [f"ETA {duration(eta)}"]
-        metrics, times = self._metrics, self._step_times
-        for name in ("samples", "tokens"):
-            rate = metrics.get(f"{name}_per_s")
-            if rate is None and metrics.get(name) is not None and times and times[-1] > 0:
-                rate = float(metrics[name]) / times[-1]
-            if rate is not None:
-                parts.append(f"{float(rate):,.0f} {name}/s")
-        if metrics.get("mask_fraction") is not None:
-            parts.append(f"masked {float(metrics['mask_fraction']):.2%}")
-        if metrics.get("checkpoint/writing") is not None:
-            parts.append(f"checkpoint {metrics['checkpoint/writing']:.0f} being written")
-        return parts
-
-    def _domain_cells(self, domain: str) -> tuple[str, str, str]:
-        def cell(key: str, form: str) -> str:
-            value = self._metrics.get(f"domain/{domain}/{key}")
-            return "–" if value is None else format(float(value), form)
-
-        return cell("reward", ".3f"), cell("reverse_kl", ".4f"), cell("mask_fraction", ".2%")
-
-    def _teachers(self) -> list[tuple[str, bool]]:
-        """Each teacher's servers in words, and whether all of them are well."""
-        found = []
-        for key in self._metrics:
-            name = key.removeprefix("teacher/").removesuffix("/servers_up")
-            if f"teacher/{name}/servers_up" != key:
-                continue
-            of = {
-                what: float(self._metrics.get(f"teacher/{name}/{what}") or 0.0)
-                for what in ("servers", "servers_up", "tokens_per_s", "restarts", "failures")
-            }
-            text = f"teacher {name}: {of['servers_up']:.0f} of {of['servers']:.0f} servers up"
-            if of["tokens_per_s"]:
-                text += f", {of['tokens_per_s']:,.0f} tokens/s"
-            for what in ("restarts", "failures"):
-                if of[what]:
-                    text += f", {of[what]:.0f} {what}"
-            found.append((text, of["servers_up"] == of["servers"]))
-        return found
+        return rates(self._metrics, self._step_times, self.eta_s())
 
     # --- the live display ---
 
@@ -401,9 +347,9 @@ class Progress:
             for name in ("reward", "reverse KL", "masked"):
                 table.add_column(name, justify="right")
             for domain in self._domains:
-                table.add_row(Text(domain), *self._domain_cells(domain))
+                table.add_row(Text(domain), *domain_cells(self._metrics, domain))
             parts.append(table)
-            for text, well in self._teachers():
+            for text, well in teacher_states(self._metrics):
                 parts.append(Text(text, style="dim" if well else "bold yellow"))
         waiting = self._waiting
         waits = self._waiting_line(waiting) if waiting else self._stage_line()

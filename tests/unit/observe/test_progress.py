@@ -12,7 +12,8 @@ import time
 import pytest
 from rich.file_proxy import FileProxy
 
-from mopd.observe.progress import Progress, duration, robust_mean
+from mopd.observe.progress import Progress
+from mopd.observe.wording import duration, robust_mean
 
 
 class Terminal(io.StringIO):
