@@ -12,13 +12,15 @@ from pathlib import Path
 from mopd.config.domain_checks import check_domains
 from mopd.config.evaluation_checks import check_evaluation
 from mopd.config.names import NAME
-from mopd.config.objective_checks import check_objective, objective_warnings
+from mopd.config.objective_checks import check_objective
+from mopd.config.objective_warnings import objective_warnings
 from mopd.config.placement import placement_text, total_reserved
 from mopd.config.ranges import check_values
 from mopd.config.schema import Config
 from mopd.config.student_checks import check_student, check_weight_sync
 from mopd.config.teacher_checks import check_teachers
 from mopd.config.teachers import asked_teachers
+from mopd.config.train_checks import check_train
 from mopd.config.wording import listed
 from mopd.errors import ConfigError
 
@@ -37,6 +39,7 @@ def check_config(config: Config) -> list[str]:
         *check_teachers(config),
         *check_domains(config),
         *check_objective(config),
+        *check_train(config),
         *check_student(config),
         *check_weight_sync(config),
         *check_evaluation(config),

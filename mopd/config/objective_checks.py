@@ -6,8 +6,7 @@ Each refusal says why. Ranges of plain numbers are in `mopd.config.ranges`. Impo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from mopd.config.objective import (
     ObjectiveConfig,
@@ -16,8 +15,8 @@ from mopd.config.objective import (
     TeacherSignalConfig,
 )
 from mopd.config.objective_needs import alphas
-from mopd.config.schema import Config, SamplingConfig
-from mopd.config.wording import nearest
+from mopd.config.schema import Config
+from mopd.config.wording import nearest, unread
 from mopd.errors import ConfigError
 from mopd.objective_names import (
     GAP_HIGH,
@@ -35,7 +34,7 @@ UNGROUPED = ("reinforce", "ppo_gae")
 
 
 def check_objective(config: Config) -> Iterator[str]:
-    """Every problem of `objective`, `train.sampling` and the updates of a step."""
+    """Every problem of `objective`."""
     objective = config.objective
     yield from _teacher(config)
     yield from _orm(config)
@@ -47,59 +46,6 @@ def check_objective(config: Config) -> Iterator[str]:
     yield from _schedule(objective.orm.alpha_schedule, "objective.orm.alpha_schedule", config)
     if objective.orm.length_reward is not None:
         yield from _schedule(objective.orm.length_reward, "objective.orm.length_reward", config)
-    yield from _updates(config)
-    yield from _sampling(config)
-
-
-def objective_warnings(config: Config) -> Iterator[str]:
-    """What runs but is probably not meant."""
-    objective, train = config.objective, config.train
-    updates = train.epochs * train.minibatches
-    spec = POLICY_LOSS_SPECS[objective.loss.name]  # names are checked before anyone warns
-    if updates == 1 and spec.carries_ratio and "clip_high" in spec.parameters:
-        yield (
-            f"objective.loss.name is {objective.loss.name} with one update a step "
-            "(train.epochs * train.minibatches = 1): pi equals pi_old, so its clip never acts"
-        )
-    rewarded = any(alpha > 0 for alpha in alphas(config).values())
-    if updates == 1 and objective.teacher.weight > 0 and not objective.teacher.refresh:
-        yield (
-            "objective.teacher.refresh is false with one update a step: there is nothing to take "
-            "anew, so it does nothing"
-        )
-    if updates > 1 and spec.parameters == {} and objective.truncation.kind == "none":
-        yield (
-            f"objective.loss.name {objective.loss.name} with {updates} updates a step and "
-            "objective.truncation.kind none: no ratio corrects the later updates for samples that "
-            "an older policy gave; take a truncation (raw, icepop, ...), or one update"
-        )
-    if objective.teacher.weight > 0 and objective.teacher.signal != "sampled" and not rewarded:
-        if objective.loss.name != "mopd":
-            yield (
-                f"objective.loss.name is {objective.loss.name}, but the only gradient is that of "
-                f"objective.teacher.signal {objective.teacher.signal}: no domain has an alpha, so "
-                "the policy loss has no advantage to weigh"
-            )
-    if config.train.sampling.dynamic_rounds > 0 and objective.teacher.weight > 0 and not rewarded:
-        yield (
-            "train.sampling.dynamic_rounds draws again what every sample got equally right or "
-            "wrong, and no domain has an alpha: the teachers' opinion of the answers that are "
-            "replaced is lost for nothing"
-        )
-    if objective.balance.kind != "none" and len(config.domains) < 2:
-        yield f"objective.balance.kind is {objective.balance.kind} with one domain: it does nothing"
-    if objective.orm.alpha >= 1 and objective.teacher.weight > 0:
-        yield (
-            f"objective.orm.alpha is {objective.orm.alpha:g}: the teacher's part is about 0.04 "
-            "nats a token near the teacher, so that outcome rewards decide nearly alone"
-        )
-
-
-def _unread(given: Any, names: Mapping[str, str], key: str) -> Iterator[str]:
-    """`names`: field -> what it goes with. Fields that are set though nothing reads them."""
-    for name, goes_with in names.items():
-        if getattr(given, name) is not None:
-            yield f"{key}.{name} goes with {goes_with} and has no effect here; leave it out"
 
 
 def _reads_topk(objective: ObjectiveConfig) -> bool:
@@ -121,14 +67,14 @@ def _teacher(config: Config) -> Iterator[str]:
         if teacher.jsd_beta is not None and not 0 < teacher.jsd_beta < 1:
             yield f"{key}.jsd_beta must be above 0 and below 1, got {teacher.jsd_beta:g}"
     else:
-        yield from _unread(teacher, {"jsd_beta": f"{key}.direction: jsd"}, key)
+        yield from unread(teacher, {"jsd_beta": f"{key}.direction: jsd"}, key)
     if teacher.signal == "sampled":
         if teacher.direction != "reverse":
             yield (
                 f"{key}.direction {teacher.direction}: the sampled token's logprob estimates the "
                 "reverse KL only; take signal: topk or full"
             )
-        yield from _unread(teacher, {"support": f"{key}.signal: topk"}, key)
+        yield from unread(teacher, {"support": f"{key}.signal: topk"}, key)
         if teacher.top_k is not None and not _reads_topk(config.objective):
             yield f"{key}.top_k goes with {key}.signal: topk and has no effect here; leave it out"
         return
@@ -149,7 +95,7 @@ def _teacher(config: Config) -> Iterator[str]:
     if teacher.signal == "topk" and teacher.top_k is None:
         yield f"{key}.signal is topk: set {key}.top_k, how many ids a position"
     if teacher.signal == "full":
-        yield from _unread(teacher, dict.fromkeys(("top_k", "support"), f"{key}.signal: topk"), key)
+        yield from unread(teacher, dict.fromkeys(("top_k", "support"), f"{key}.signal: topk"), key)
         for name in sorted({domain.teacher for domain in config.domains.values()}):
             if name in config.teachers and config.teachers[name].endpoints:
                 yield (
@@ -192,16 +138,16 @@ def _largest(schedule: ScheduleConfig, steps: int) -> float:
 def _orm(config: Config) -> Iterator[str]:
     orm, key = config.objective.orm, "objective.orm"
     if orm.estimator != "reinforce":
-        yield from _unread(
+        yield from unread(
             orm, dict.fromkeys(("baseline", "baseline_decay"), f"{key}.estimator: reinforce"), key
         )
     elif orm.baseline is not None and orm.baseline_decay is not None:
         yield f"{key}.baseline is a constant, so {key}.baseline_decay has no effect; leave one out"
     if orm.estimator != "agapo":
-        yield from _unread(orm, {"all_wrong": f"{key}.estimator: agapo"}, key)
+        yield from unread(orm, {"all_wrong": f"{key}.estimator: agapo"}, key)
     if orm.estimator != "ppo_gae":
         names = ("gae_gamma", "gae_lambda", "critic_lr")
-        yield from _unread(orm, dict.fromkeys(names, f"{key}.estimator: ppo_gae"), key)
+        yield from unread(orm, dict.fromkeys(names, f"{key}.estimator: ppo_gae"), key)
     shaped = orm.overlong_buffer is not None or orm.length_reward is not None
     if orm.estimator == "maxrl" and (orm.reward != "correct" or shaped):
         yield (
@@ -313,7 +259,7 @@ def _reference(config: Config) -> Iterator[str]:
 def _balance(config: Config) -> Iterator[str]:
     balance, key = config.objective.balance, "objective.balance"
     if balance.kind != "gap":
-        yield from _unread(
+        yield from unread(
             balance, dict.fromkeys(("exponent", "low", "high"), f"{key}.kind: gap"), key
         )
     else:
@@ -361,7 +307,7 @@ def _aggregation(objective: ObjectiveConfig) -> Iterator[str]:
 
 def _schedule(schedule: ScheduleConfig, key: str, config: Config) -> Iterator[str]:
     if schedule.kind == "constant":
-        yield from _unread(
+        yield from unread(
             schedule, dict.fromkeys(("end_value", "until_step"), f"{key}.kind: linear, cosine"), key
         )
         return
@@ -370,44 +316,3 @@ def _schedule(schedule: ScheduleConfig, key: str, config: Config) -> Iterator[st
     until = config.train.steps if schedule.until_step is None else schedule.until_step
     if until <= schedule.from_step:
         yield f"{key}: until_step {until} must be after from_step {schedule.from_step}"
-
-
-def _updates(config: Config) -> Iterator[str]:
-    train = config.train
-    if train.minibatches > train.prompts_per_step:
-        yield (
-            f"train.minibatches is {train.minibatches}, more than train.prompts_per_step "
-            f"({train.prompts_per_step}): a prompt's answers stay together"
-        )
-
-
-def _sampling(config: Config) -> Iterator[str]:
-    sampling, key = config.train.sampling, "train.sampling"
-    if sampling.order != "prioritised":
-        yield from _unread(sampling, {"min_priority": f"{key}.order: prioritised"}, key)
-    if sampling.order != "curriculum":
-        names = ("curriculum_start", "curriculum_steps")
-        yield from _unread(sampling, dict.fromkeys(names, f"{key}.order: curriculum"), key)
-    else:
-        for name, domain in config.domains.items():
-            if domain.prompts.difficulty is None and domain.weight > 0:
-                yield f"{key}.order is curriculum: set domains.{name}.prompts.difficulty"
-    if sampling.retire_above is None:
-        yield from _unread(sampling, {"retire_after": f"{key}.retire_above"}, key)
-    yield from _needs_verdicts(config, sampling, key)
-
-
-def _needs_verdicts(config: Config, sampling: SamplingConfig, key: str) -> Iterator[str]:
-    wanted = [
-        name
-        for name, asked in (
-            ("order prioritised", sampling.order == "prioritised"),
-            ("retire_above", sampling.retire_above is not None),
-            ("dynamic_rounds", sampling.dynamic_rounds > 0),
-        )
-        if asked
-    ]
-    if wanted and not any(domain.verifier for domain in config.domains.values()):
-        yield f"{key}: {', '.join(wanted)} need verdicts, and no domain has a verifier"
-    if sampling.dynamic_rounds > 0 and config.train.samples_per_prompt == 1:
-        yield f"{key}.dynamic_rounds: a group of one answer never differs; sample 2 or more"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -42,3 +42,10 @@ def kind_of(value: Any) -> str:
     if isinstance(value, list):
         return "a list"
     return f"a {type(value).__name__}"
+
+
+def unread(given: Any, names: Mapping[str, str], key: str) -> Iterator[str]:
+    """`names`: field -> what it goes with. Fields that are set though nothing reads them."""
+    for name, goes_with in names.items():
+        if getattr(given, name) is not None:
+            yield f"{key}.{name} goes with {goes_with} and has no effect here; leave it out"
