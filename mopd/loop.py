@@ -89,6 +89,8 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
 
         record_verdicts(parts.prompts, batch.judged)
         metrics |= reward_metrics(batch.judged) | batch.metrics() | parts.prompts.metrics()
+        if config.rollout.source == "student":
+            metrics |= version_metrics(step, batch.scored)
         metrics |= {"samples": float(len(samples))} | timer.metrics()
         parts.observer.step(step + 1, metrics, batch.scored)
         for text in parts.prompts.take_warnings():
@@ -321,6 +323,15 @@ def reward_metrics(scored: Sequence[ScoredSample]) -> dict[str, float]:
             metrics[f"domain/{domain}/reward"] = sum(v.correct for v in verdicts) / len(verdicts)
             metrics[f"domain/{domain}/score"] = sum(v.score for v in verdicts) / len(verdicts)
     return metrics
+
+
+def version_metrics(step: int, scored: Sequence[ScoredSample]) -> dict[str, float]:
+    """``weight_version``, the oldest weights that drew a sample of the step, and
+    ``weight_version_lag``, how many steps they are behind those that it trained."""
+    if not scored:
+        return {}
+    oldest = min(sample.rollout.weight_version for sample in scored)
+    return {"weight_version": float(oldest), "weight_version_lag": float(step - oldest)}
 
 
 @dataclass

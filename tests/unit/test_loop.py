@@ -12,7 +12,7 @@ import pytest
 from mopd.config.schema import Config, DomainConfig
 from mopd.credit import Credit
 from mopd.errors import FailureBudgetError
-from mopd.loop import Parts, train
+from mopd.loop import Parts, no_metrics, train
 from mopd.protocols import TeacherFailed, VerifierFailed
 from mopd.types import Prompt, Rollout, ScoredSample, TeacherScore, TrainSample, Verdict
 
@@ -181,6 +181,7 @@ def run(
         observer=FakeObserver(),
         checkpoint=checkpoint,
         stop_requested=lambda: stop_after is not None and len(student.batches) >= stop_after,
+        checkpoint_progress=train_config.get("checkpoint_progress", no_metrics),
     )
     done = asyncio.run(train(parts, config))
     return parts, done, saved
@@ -256,6 +257,28 @@ def test_every_step_publishes_its_version_and_the_end_is_always_saved() -> None:
     # The weights are proven before what they drew is trained on, evaluated or saved.
     assert sorted({*parts.sync.proofs}) == [0, 1, 2, 3, 4, 5]  # type: ignore[attr-defined]
     assert parts.sync.proofs[0] == 0  # type: ignore[attr-defined]
+
+
+def test_every_step_says_by_which_weights_its_samples_were_drawn() -> None:
+    """The fake rollouts all say version 0: from the second step on they lag."""
+    parts, _, _ = run(steps=3)
+    told = [
+        (m["weight_version"], m["weight_version_lag"])
+        for m in parts.observer.metrics  # type: ignore[attr-defined]
+    ]
+    assert told == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_how_saving_goes_is_asked_once_a_step() -> None:
+    asked: list[int] = []
+
+    async def progress() -> dict[str, float]:
+        asked.append(len(asked))
+        return {"checkpoint/writing": 2.0}
+
+    parts, _, _ = run(steps=3, checkpoint_progress=progress)
+    assert asked == [0, 1, 2]
+    assert all(m["checkpoint/writing"] == 2 for m in parts.observer.metrics)  # type: ignore[attr-defined]
 
 
 def test_a_requested_stop_ends_after_the_step_in_hand_and_saves_it() -> None:
