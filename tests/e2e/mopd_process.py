@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ SMALL = [
 class MopdProcess:
     """One `mopd ...` in a process group of its own; its processes are known by a mark."""
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.log = log
         with log.open("wb") as output:
@@ -42,7 +44,7 @@ class MopdProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, MARK: self.mark},
+                env={**os.environ, **(environment or {}), MARK: self.mark},
                 start_new_session=True,
             )
 

@@ -1,8 +1,10 @@
-"""C35 on a whole run: kill -9 in the middle of a step, resumed at another parallel layout."""
+"""C35 on a whole run: kill -9 in the middle of a step, and of a checkpoint that is written beside
+it; resumed at another parallel layout."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -14,8 +16,23 @@ import yaml
 from mopd_process import QUICKSTART, ROOT, SMALL, MopdProcess, json_lines, run_mopd
 
 DOMAIN = "caesar"
-SAVED, KILLED_AFTER = 4, 5
-"""Steps of the checkpoint, and steps finished before the kill, which falls into a later one."""
+SAVED, CUT_OFF, KILLED_AFTER = 4, 8, 9
+"""Steps of the checkpoint that is whole, of the next one, which the disk never finishes, and steps
+finished before the kill, which falls into a later one."""
+SLOW_DISK = f"""
+import os, time
+
+fsync = os.fsync
+
+def slow_fsync(descriptor):
+    name = os.readlink(f"/proc/self/fd/{{descriptor}}")
+    while "step_{CUT_OFF:06d}" in name and name.endswith(".distcp"):
+        time.sleep(1)
+    fsync(descriptor)
+
+os.fsync = slow_fsync
+"""
+"""For `sitecustomize`, which every Python process of the run imports first."""
 
 
 @pytest.fixture
@@ -35,12 +52,19 @@ def test_kill_9_in_a_step_then_on_at_another_layout(tmp_path: Path, one_domain: 
         return [
             "train", str(one_domain), f"run_dir={tmp_path}", "name=run", *SMALL,
             f"domains.{DOMAIN}.held_out=40", f"student.optimizer.warmup_steps={SAVED + 4}",
-            f"train.checkpoint_every={SAVED}", "student.checkpoint_format=megatron", *more,
+            # So few prompts that what was right before decides what is drawn next.
+            f"domains.{DOMAIN}.prompts.size=120", "train.sampling.order=prioritised",
+            f"train.checkpoint_every={SAVED}", "student.checkpoint_format=megatron",
+            "student.checkpoint_async=true", *more,
         ]  # fmt: skip
 
     run_dir = tmp_path / "run"
     metrics = run_dir / "metrics.jsonl"
-    first = MopdProcess(arguments("train.steps=100"), tmp_path / "first.log")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "sitecustomize.py").write_text(SLOW_DISK)
+    path = os.pathsep.join(filter(None, [str(disk), os.environ.get("PYTHONPATH")]))
+    first = MopdProcess(arguments("train.steps=100"), tmp_path / "first.log", {"PYTHONPATH": path})
     try:
         deadline = time.monotonic() + 400
         while not metrics.exists() or metrics.read_bytes().count(b"\n") < KILLED_AFTER:
@@ -57,7 +81,13 @@ def test_kill_9_in_a_step_then_on_at_another_layout(tmp_path: Path, one_domain: 
         first.end()
     killed = tmp_path / "killed"
     shutil.copytree(run_dir, killed)
-    assert [p.name for p in (killed / "checkpoints").glob("step_*[0-9]")] == [f"step_{SAVED:06d}"]
+    cut_off = f"step_{CUT_OFF:06d}"
+    assert {p.name for p in (killed / "checkpoints").iterdir()} == {
+        f"step_{SAVED:06d}",
+        f"{cut_off}.partial",
+    }
+    assert not (killed / f"checkpoints/{cut_off}.partial/student").exists()
+    assert list((killed / f"checkpoints/{cut_off}.partial").rglob("*.distcp"))
 
     last = SAVED + 4  # the learning rate is still warming up: it is the step's alone
     layout = "student.parallel={dp: 1, tp: 2, ep: 2}"  # it was dp 2, ep 2
@@ -71,6 +101,14 @@ def test_kill_9_in_a_step_then_on_at_another_layout(tmp_path: Path, one_domain: 
         return found
 
     assert [m["step"] for m in json_lines(metrics)] == list(range(1, last + 1))
+    # Training went on while the disk had its time, and said so.
+    told = [line.get("checkpoint/writing") for line in json_lines(killed / "metrics.jsonl")]
+    assert told[CUT_OFF:] == [CUT_OFF] * len(told[CUT_OFF:]) and len(told) >= KILLED_AFTER
+    whole = [m for m in json_lines(killed / "metrics.jsonl") if "checkpoint/write_s" in m]
+    assert [m["checkpoint/step"] for m in whole] == [SAVED]
+    # Every sample was drawn by the weights that the step before it had made, in both runs.
+    for line in json_lines(killed / "metrics.jsonl") + json_lines(metrics):
+        assert (line["weight_version"], line["weight_version_lag"]) == (line["step"] - 1, 0)
     # What had been done when it was killed comes out again. Its rollouts are drawn by the same
     # weights to the bit; the student's sums are in another order.
     before, after = step(killed, SAVED + 1), step(run_dir, SAVED + 1)
@@ -87,7 +125,15 @@ def test_kill_9_in_a_step_then_on_at_another_layout(tmp_path: Path, one_domain: 
         for folder in (killed, run_dir)
     ]
     assert answers[0] == answers[1] and answers[0]
-    # The prompts went on where the checkpoint was: none twice, none left out.
+    # The prompts went on where the checkpoint was: none twice, none left out; what is known of
+    # each, too.
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == [f"step_{last:06d}"]
     state = json.loads((run_dir / f"checkpoints/step_{last:06d}/state.json").read_text())
-    drawn = state["prompts"]["domains"][DOMAIN]["drawn"]
-    assert drawn == last * int(SMALL[0].rpartition("=")[2])
+    domain = state["prompts"]["domains"][DOMAIN]
+    per_step, per_prompt = (int(each.rpartition("=")[2]) for each in SMALL[:2])
+    assert domain["drawn"] == last * per_step
+    samples = per_step * per_prompt
+    right = [line[f"domain/{DOMAIN}/reward"] * samples for line in json_lines(metrics)]
+    counts = domain["history"]["counts"]  # of each prompt: its place, right answers, all answers
+    assert sum(judged for _, _, judged in counts) == last * samples
+    assert sum(passed for _, passed, _ in counts) == pytest.approx(sum(right), abs=1e-6)
