@@ -20,12 +20,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mopd.errors import ModelError
-from mopd.student import megatron_format, parallel
+from mopd.student import megatron_format, parallel, random_state
 from mopd.student.files import (
     recover,
     replace_directory,
@@ -157,10 +156,10 @@ class _Beside:
             "format": FORMAT,
             "tensors": kind,
             "optimizer_steps": optimizer.steps,
+            "layout": parallel.layout(),
             **identity,
         }
-        # No step draws random numbers (dropout is 0); kept so that one which did would resume.
-        self._random = torch.get_rng_state()
+        self._random = random_state.gather()
 
         def begin() -> None:
             shutil.rmtree(self.temporary, ignore_errors=True)
@@ -174,7 +173,7 @@ class _Beside:
         """On rank 0. Raises OSError."""
         for name, tensors in self._further.items():
             write_tensors(tensors, self.temporary / name)
-        write_tensors({"cpu": self._random}, self.temporary / RNG)
+        write_tensors(self._random, self.temporary / RNG)
         write_text(json.dumps(self._state, indent=2) + "\n", self.temporary / STATE)
 
     def put_in_place(self) -> None:
@@ -199,7 +198,8 @@ def load(
     """
     parallel.on_rank_zero(lambda: recover(directory), f"could not read {directory}")
     state = _read_state(directory, {"format": FORMAT, **identity})
-    random_state = SafetensorsFolder(directory / RNG).get("cpu")
+    source = SafetensorsFolder(directory / RNG)
+    random = {name: source.get(name) for name in source.shapes}
     # Zeros: a row that pads the vocabulary here may be in no checkpoint.
     moments = optimizer.empty_moments()
     if state.get("tensors", "huggingface") == "megatron":
@@ -209,7 +209,7 @@ def load(
         _load_hugging_face(directory, weights, optimizer, parameters, moments, shapes)
     optimizer.adopt_main(parameters)
     optimizer.restore(state["optimizer_steps"], moments)
-    torch.set_rng_state(random_state)
+    random_state.restore(random, same_layout=state.get("layout") == parallel.layout())
     dist.barrier()
 
 

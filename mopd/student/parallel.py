@@ -127,6 +127,19 @@ def _groups() -> set[dist.ProcessGroup]:
     return set(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else set()
 
 
+def layout() -> dict[str, int]:
+    """How the ranks are laid out now: equal where each rank has the part it had."""
+    from megatron.core import parallel_state as ps
+
+    return {
+        "dp": ps.get_data_parallel_world_size(),
+        "tp": ps.get_tensor_model_parallel_world_size(),
+        "pp": ps.get_pipeline_model_parallel_world_size(),
+        "ep": ps.get_expert_model_parallel_world_size(),
+        "etp": ps.get_expert_tensor_parallel_world_size(),
+    }
+
+
 def device() -> torch.device:
     """Where this rank's tensors live."""
     return (

@@ -183,6 +183,49 @@ def written_beside_training(c: Context) -> None:
             other.close()
 
 
+def random_states(c: Context) -> None:
+    """Every rank's own state comes back at the same layout; at another, of torch's generator the
+    first rank's, and Megatron's as they were seeded. Likewise from a file of one rank's state."""
+    import torch
+    from megatron.core.tensor_parallel import random
+    from safetensors.torch import load_file, save_file
+
+    def tracking(*numbers: int) -> Any:
+        """Megatron's own tracker, in place of the one without states that a CPU is given."""
+        tracker = random.CudaRNGStatesTracker()
+        tracker.set_states({"expert": torch.tensor(numbers, dtype=torch.uint8)})
+        return tracker
+
+    def saved_and_loaded(layout: dict[str, int]) -> tuple[Any, Any]:
+        student = c.student("moe", parallel=layout)
+        torch.manual_seed(99)
+        before, random._CUDA_RNG_STATE_TRACKER = random._CUDA_RNG_STATE_TRACKER, tracking(7, 7)
+        student.load(c.folder / "random")
+        found = torch.get_rng_state(), random._CUDA_RNG_STATE_TRACKER.get_states()["expert"]
+        random._CUDA_RNG_STATE_TRACKER = before
+        student.close()
+        return found
+
+    student = c.student("moe", parallel={"dp": 2, "ep": 2})
+    torch.manual_seed(5 + c.rank)
+    mine = torch.get_rng_state()
+    before, random._CUDA_RNG_STATE_TRACKER = random._CUDA_RNG_STATE_TRACKER, tracking(3, c.rank)
+    student.save(c.folder / "random")
+    random._CUDA_RNG_STATE_TRACKER = before
+    student.close()
+    cpu, tracked = saved_and_loaded({"dp": 2, "ep": 2})
+    assert cpu.equal(mine) and tracked.tolist() == [3, c.rank]
+    cpu, tracked = saved_and_loaded({"tp": 2})
+    torch.manual_seed(5)
+    assert cpu.equal(torch.get_rng_state()) and tracked.tolist() == [7, 7]
+    if c.rank == 0:
+        file = c.folder / "random" / "rng.safetensors"
+        save_file({"cpu": load_file(file)["cpu"][1].clone()}, file)
+    cpu, tracked = saved_and_loaded({"dp": 2, "ep": 2})
+    torch.manual_seed(6)
+    assert cpu.equal(torch.get_rng_state()) and tracked.tolist() == [7, 7]
+
+
 def _open_when(disk: threading.Event, *arguments: Any) -> Any:
     assert disk.wait(60)
     return open(*arguments)
@@ -220,7 +263,12 @@ def _assert_equal(got: dict[Any, Any], expected: dict[Any, Any]) -> None:
         assert got[key].equal(tensor), key
 
 
-CASES = [distributed_optimizer_resumes, megatron_checkpoints, written_beside_training]
+CASES = [
+    distributed_optimizer_resumes,
+    megatron_checkpoints,
+    written_beside_training,
+    random_states,
+]
 
 
 @pytest.fixture(scope="module")
