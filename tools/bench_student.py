@@ -73,7 +73,7 @@ class Ours:
     ) -> None:
         from copy import deepcopy
 
-        from mopd.student import microbatches
+        from mopd.student.forwards import Forwards
         from mopd.student.trainer import StudentRank
 
         config = deepcopy(prepared.config.student)
@@ -103,7 +103,7 @@ class Ours:
             master_port=port,
         )
         self.inside_s = 0.0
-        run = microbatches.run
+        run = Forwards.run
 
         def timed(*arguments: Any, **named: Any) -> Any:
             start = time.perf_counter()
@@ -111,7 +111,7 @@ class Ours:
             self.inside_s += time.perf_counter() - start
             return result
 
-        microbatches.run = timed
+        Forwards.run = timed  # type: ignore[method-assign]
 
     def step(self, samples: Sequence[Any]) -> None:
         self.rank.step(samples, 500)
@@ -140,10 +140,11 @@ class Ours:
         experts = config.moe_router_topk * (h + 3 * (config.moe_ffn_hidden_size or 0))
         layer = 4 * h + (q + kv) + (q + 2 * kv) + (2 * q + heads) + experts
         largest = 0
-        for plan in self.rank._plan([(s.prompt_ids, s.response_ids) for s in samples]):
-            rows = plan.rows[self.rank._dp_rank]
+        forwards = self.rank._parts.forwards
+        for plan in forwards.plan([(s.prompt_ids, s.response_ids) for s in samples]):
+            rows = plan.rows[forwards.dp_rank]
             own = [samples[i] for i in rows if i is not None]
-            tokens = plan.lengths[self.rank._dp_rank] * (1 if student.packing else len(rows))
+            tokens = plan.lengths[forwards.dp_rank] * (1 if student.packing else len(rows))
             answers = sum(len(s.response_ids) for s in own)
             kept = config.num_layers * tokens * (h if student.recompute == "layers" else layer)
             if student.recompute == "layers":  # one layer at a time is there whole

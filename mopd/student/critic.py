@@ -14,10 +14,13 @@ Legend: B rows, S positions, H hidden size, N response tokens, R response positi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mopd.config.objective import OrmConfig
@@ -26,6 +29,9 @@ from mopd.objective.gae import gae
 from mopd.objective_names import CRITIC_LR, GAE_GAMMA, GAE_LAMBDA
 from mopd.student.batching import Rows
 from mopd.types import TrainSample
+
+FILE = "critic.safetensors"
+"""Of a checkpoint, with what `Critic.state_dict` gave."""
 
 
 class Critic:
@@ -137,6 +143,17 @@ class Critic:
                 state[f"{key}.{name}"] = kept.get(key, torch.zeros_like(parameter)).clone()
             state[f"step.{name}"] = torch.as_tensor(float(kept.get("step", 0.0)))
         return state
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint's folder; ModelError where it has no critic, or another's."""
+        try:
+            state = load_file(folder / FILE)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{folder}: its {FILE} cannot be read ({error}); the objective has a critic. "
+                "Resume with the objective it was written with."
+            ) from error
+        self.load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from `state_dict`; ModelError for another shape."""

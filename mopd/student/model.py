@@ -213,14 +213,11 @@ def mark_experts(model: Any, slots_: dict[str, Slot]) -> None:
             parameter.tensor_model_parallel = True
 
 
-def freeze_routers(model: Any) -> list[str]:
-    """Take router weights out of training; returns the names. Call before the DDP wrap, which
-    gives every parameter that still requires a gradient a place in the optimizer's buffers."""
-    names = []
+def freeze_routers(model: Any) -> None:
+    """Take router weights out of training. Call before the DDP wrap, which gives every parameter
+    that still requires a gradient a place in the optimizer's buffers."""
     for name, parameter in model.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)
-            names.append(name)
     # Nor may their expert biases be moved.
     model.config.moe_router_bias_update_rate = 0.0
-    return names

@@ -8,61 +8,24 @@ process globals.
 from __future__ import annotations
 
 import gc
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mopd.config.objective import ObjectiveConfig
 from mopd.config.schema import StudentConfig
 from mopd.errors import ModelError
-from mopd.objective.stats import SUM_COLUMNS, summarise
-from mopd.student import (
-    batching,
-    checkpoint,
-    cpu_platform,
-    microbatches,
-    model,
-    output_head,
-    parallel,
-    planning,
-    routing,
-)
-from mopd.student.critic import Critic
-from mopd.student.loss_head import LossHead, Update
-from mopd.student.microbatches import Microbatch
+from mopd.student import batching, checkpoint, cpu_platform, model, parallel, parts, routing
+from mopd.student.critic import FILE
 from mopd.student.opening import open_checkpoint
-from mopd.student.optimizer import Optimizer
 from mopd.student.publishing import Publisher
-from mopd.student.routing import RoutingReplay
 from mopd.student.save_hf import copy_settings, without_padding_tokens
 from mopd.student.schedule import learning_rate
-from mopd.student.teacher_models import TeacherModels
-from mopd.student.token_scores import TokenScorer, VocabularyShard
-from mopd.student.weights import SafetensorsFolder, ShardedWeights
+from mopd.student.updates import Updates
 from mopd.types import TrainSample
-
-CRITIC = "critic.safetensors"
-"""The value head's file in a checkpoint."""
-
-
-@dataclass
-class _Before:
-    """Of a step, before its first update, by sample id; [R] each."""
-
-    old: dict[str, list[float]] | None = None
-    """log pi_old; None where the first update is the only one."""
-    advantages: dict[str, list[float]] | None = None
-    """A critic's; None without one."""
-    returns: dict[str, list[float]] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class StudentRank:
@@ -99,122 +62,41 @@ class StudentRank:
         """
         torch.set_num_threads(config.threads_per_rank)
         cpu_platform.install()
-        self.config, self.objective = config, objective
-        self.domains = list(domains)
-        self.total_steps, self.temperature, self.pad_id = total_steps, temperature, pad_id
-        self.epochs, self.minibatches = epochs, minibatches
-        self._teacher_folders = dict(teacher_folders or {})
+        self.config, self.rank, self.valid_vocab = config, rank, valid_vocab
         self.family, source = open_checkpoint(Path(config.model))
         if not 1 <= valid_vocab <= self.family.vocabulary:
             raise ModelError(
                 f"{config.model}: the tokenizer has {valid_vocab} ids, the model's head "
                 f"{self.family.vocabulary} rows; expected no more ids than rows."
             )
-        self.valid_vocab = valid_vocab
         learning_rate(0, config.optimizer, total_steps)  # an unknown schedule is refused now
         parallel.check_layout(config.parallel, self.family, world_size)
         self._groups_before = parallel.start(
             config.parallel, rank, world_size, master_addr, master_port, seed
         )
-        self.rank, self.device = rank, parallel.device()
-        self._build(source)
-
-    def _build(self, source: SafetensorsFolder) -> None:
-        from megatron.core import parallel_state as ps
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-            finalize_model_grads,
+        self._setting = parts.Setting(
+            config,
+            objective,
+            self.family,
+            list(domains),
+            temperature,
+            valid_vocab,
+            pad_id,
+            parallel.device(),
+            dict(teacher_folders or {}),
         )
-
-        tp = self.config.parallel.tp
-        self._rows_per_rank = -(-self.family.vocabulary // tp)
-        self.model = model.build(self.family, self.config, self._rows_per_rank * tp)
-        slots = model.slots(self.model, self.family)
-        model.mark_experts(self.model, slots)
-        self.frozen = model.freeze_routers(self.model) if self.config.freeze_routers else []
-        self._replay = RoutingReplay(self.model) if self.config.routing_replay else None
-        self.weights = ShardedWeights(
-            slots,
-            (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()),
-            (ps.get_expert_tensor_parallel_rank(), ps.get_expert_tensor_parallel_world_size()),
+        self._parts = parts.build(self._setting, source)
+        self.model, self.weights = self._parts.model, self._parts.weights
+        self._optimizer, self._critic = self._parts.optimizer, self._parts.critic
+        self._updates = Updates(
+            self._setting,
+            self._parts,
+            total_steps=total_steps,
+            epochs=epochs,
+            minibatches=minibatches,
         )
-        self.weights.load(source, self._parameters())
         self._publisher: Publisher | None = None
         self._saving: checkpoint.BackgroundSave | None = None
-        self._ddp = DistributedDataParallel(
-            self.model.config,
-            DistributedDataParallelConfig(
-                use_distributed_optimizer=self.config.optimizer.distributed,
-                overlap_grad_reduce=False,
-                grad_reduce_in_fp32=True,
-                average_in_collective=False,
-            ),
-            self.model,
-        )
-        self.model.config.finalize_model_grads_func = finalize_model_grads
-        self._optimizer = Optimizer(
-            self._ddp, self.config.optimizer, model.DTYPES[self.config.dtype]
-        )
-        self._last_stage = ps.is_pipeline_last_stage()
-        self._head = self._loss_head(
-            VocabularyShard(
-                ps.get_tensor_model_parallel_rank() * self._rows_per_rank,
-                ps.get_tensor_model_parallel_group(),
-                self.config.kernel,
-            )
-        )
-        self._dp, self._dp_rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
-        # One rank of each data-parallel share speaks for it when results are added up.
-        self._speaks = self._last_stage and ps.get_tensor_model_parallel_rank() == 0
-        self._critic: Critic | None = None
-        if self.objective.orm.estimator == "ppo_gae":
-            self._critic = Critic(
-                self.model.config.hidden_size,
-                self.objective.orm,
-                device=self.device,
-                speaks=self._speaks,
-            )
-            if self._last_stage:
-                self._critic.watch(self.model)
-
-    def _loss_head(self, shard: VocabularyShard) -> LossHead:
-        """Call after the DDP wrap: the last layer's weight is then where gradients are summed."""
-        config, fused = self.config, self.config.loss_head == "fused"
-        dtype = model.DTYPES[config.dtype]
-        if self._last_stage and fused:
-            output_head.emit_hidden_states(self.model)
-        elif self._last_stage and config.fp32_head:
-            output_head.emit_float32_logits(self.model)
-        self._response_rows = (
-            output_head.ResponseRows(self.model)
-            if self._last_stage and config.parallel.tp == 1
-            else None
-        )
-        teachers = None
-        if self._last_stage and self.objective.teacher.signal == "full":
-            teachers = TeacherModels(
-                self._teacher_folders,
-                dtype=dtype,
-                device=self.device,
-                vocab_start=shard.start,
-                rows=self._rows_per_rank,
-            )
-        scorer = TokenScorer(
-            shard,
-            head_weight=output_head.head_weight(self.model) if fused else None,
-            head_dtype=torch.float32 if config.fp32_head else None,
-            keep_output=self.objective.teacher.signal != "sampled",
-        )
-        return LossHead(
-            self.objective,
-            self.domains,
-            scorer,
-            temperature=self.temperature,
-            valid_vocab=self.valid_vocab,
-            device=self.device,
-            teachers=teachers,
-        )
 
     # -- training -----------------------------------------------------------------------------
 
@@ -224,10 +106,10 @@ class StudentRank:
             samples,
             self.valid_vocab,
             self.family.max_positions,
-            self.domains,
+            self._setting.domains,
             self.config.max_tokens_per_microbatch,
         )
-        if self._replay is not None:
+        if self.config.routing_replay:
             config = self.model.config
             sizes = (config.num_layers, config.moe_router_topk, config.num_moe_experts)
             found = {s.sample_id: routing.refusal(s, *sizes) for s in samples}
@@ -251,114 +133,7 @@ class StudentRank:
                 f"step {step_index}: {len(refused)} of {len(samples)} samples cannot be trained "
                 f"on: {shown}. Drop them and count them (StudentRank.refusals)."
             )
-        lr = learning_rate(step_index, self.config.optimizer, self.total_steps)
-        parts = batching.updates(samples, self.epochs, self.minibatches)
-        before = self._before(samples, len(parts))
-        sums = torch.zeros(len(self.domains), len(SUM_COLUMNS), dtype=torch.float64)
-        losses, norms = [], []
-        for number, part in enumerate(parts, 1):
-            where = f"step {step_index}"
-            if len(parts) > 1:
-                where += f", update {number} of {len(parts)}"
-            loss, part_sums = self._forward_backward(part, before)
-            if not math.isfinite(loss):
-                raise ModelError(
-                    f"{where}: the loss is {loss}; this update was not made. Look for extreme "
-                    "teacher or sampler logprobs in the step's samples."
-                )
-            kept = float(part_sums[:, SUM_COLUMNS.index("kept")].sum())
-            norms.append(self._optimizer.step(lr, where) if kept else 0.0)
-            if self._critic is not None:
-                (self._critic.step if kept else self._critic.forget)()
-            losses.append(loss)
-            sums += part_sums
-        return {
-            **summarise(sums, self.domains),
-            "loss": sum(losses) / max(len(losses), 1),
-            "grad_norm": sum(norms) / max(len(norms), 1),
-            "lr": lr,
-            "updates": float(len(parts)),
-            **before.metrics,
-        }
-
-    def _before(self, samples: Sequence[TrainSample], updates: int) -> _Before:
-        """What the updates of a step need from the student as it is before the first of them."""
-        sequences = [(s.prompt_ids, s.response_ids) for s in samples]
-        before = _Before()
-        if updates > 1:
-            values = self.logprobs(sequences, self.temperature, whole_head=False, samples=samples)
-            before.old = {s.sample_id: v for s, v in zip(samples, values, strict=True)}
-        if self._critic is not None:
-            critic = self._critic
-            values = self._per_token(sequences, lambda batch, _: critic.values(batch.rows), samples)
-            before.advantages, before.returns, before.metrics = critic.advantages(samples, values)
-        return before
-
-    def _forward_backward(
-        self, samples: Sequence[TrainSample], before: _Before | None = None
-    ) -> tuple[float, Tensor]:
-        """Fill the gradient buffers; returns the update's loss and domain sums, on all ranks.
-
-        before: of the whole step; None for its only update, without a critic.
-        """
-        before = before or _Before()
-        update = Update.of(samples, before.old, before.advantages)
-        self._ddp.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        sequences = [(s.prompt_ids, s.response_ids) for s in samples]
-        plans = self._plan(sequences)
-        total = torch.zeros(
-            1 + len(self.domains) * len(SUM_COLUMNS), dtype=torch.float64, device=self.device
-        )
-        # Megatron divides the loss by the number of micro-batches and the gradients by dp; the
-        # objective's denominator is the whole step's already.
-        undo = len(plans) * self._dp
-
-        def loss_of(batch: Microbatch, logits_BSV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, sums = self._head.loss(batch.rows, batch.samples, logits_BSV, update)
-            if self._critic is not None:
-                returns_BR, mask_BR = batching.pad_responses(
-                    [None if s is None else before.returns.get(s.sample_id) for s in batch.samples],
-                    batch.rows.response_shape[1],
-                    self.device,
-                )
-                self._critic.accumulate(batch.rows, returns_BR, mask_BR, update.totals.tokens)
-            # A fresh tensor: the schedule divides in place what it is given.
-            return loss * undo, {"total": torch.cat([loss.detach().double().view(1), sums])}
-
-        for out in self._run(sequences, plans, samples, loss_of, forward_only=False):
-            if self._speaks:
-                total += out["total"]
-        dist.all_reduce(total)
-        total = total.cpu()
-        return float(total[0]), total[1:].view(len(self.domains), len(SUM_COLUMNS))
-
-    def _plan(self, sequences: microbatches.Sequences) -> list[planning.MicrobatchPlan]:
-        return planning.plan([len(p) + len(r) - 1 for p, r in sequences], self._dp, self.config)
-
-    def _run(
-        self,
-        sequences: microbatches.Sequences,
-        plans: Sequence[planning.MicrobatchPlan],
-        samples: Sequence[TrainSample] | None,
-        on_logits: microbatches.OnLogits,
-        forward_only: bool,
-    ) -> list[dict[str, Tensor]]:
-        """Megatron's schedule over this rank's share; what `on_logits` kept, on last stages."""
-        return microbatches.run(
-            self._ddp,
-            plans,
-            self._dp_rank,
-            sequences,
-            samples,
-            on_logits,
-            forward_only=forward_only,
-            packing=self.config.packing,
-            pad_id=self.pad_id,
-            device=self.device,
-            replay=self._replay,
-            head=self._response_rows,
-        )
+        return self._updates.step(samples, step_index)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -377,40 +152,7 @@ class StudentRank:
             does; else over the tokenizer's ids, as training does.
         """
         vocabulary = self.family.vocabulary if whole_head else self.valid_vocab
-        scorer = self._head.scorer
-        return self._per_token(
-            sequences,
-            lambda batch, out: scorer.logprobs(batch.rows, out, temperature, vocabulary)[0],
-            samples,
-        )
-
-    def _per_token(
-        self,
-        sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
-        read: Callable[[Microbatch, Tensor], Tensor],
-        samples: Sequence[TrainSample] | None = None,
-    ) -> list[list[float]]:
-        """[R] numbers of each sequence's response tokens: what `read` makes of each micro-batch's
-        output, [N] in the order of its sequences, on the last stage."""
-        offsets = [0]
-        for _, response in sequences:
-            offsets.append(offsets[-1] + len(response))
-        plans = self._plan(sequences)
-        values = torch.zeros(offsets[-1], dtype=torch.float32, device=self.device)
-
-        def keep(batch: Microbatch, output_BSX: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return output_BSX.new_zeros(()), {"values": read(batch, output_BSX)}
-
-        with torch.no_grad():
-            outs = self._run(sequences, plans, samples, keep, forward_only=True)
-        if self._speaks:
-            for plan, out in zip(plans, outs, strict=True):
-                mine = [i for i in plan.rows[self._dp_rank] if i is not None]
-                places = [p for i in mine for p in range(offsets[i], offsets[i + 1])]
-                values[torch.tensor(places, dtype=torch.long)] = out["values"]
-        dist.all_reduce(values)
-        flat = values.tolist()
-        return [flat[a:b] for a, b in zip(offsets, offsets[1:], strict=False)]
+        return self._parts.logprobs(sequences, temperature, vocabulary, samples)
 
     def gradients(self) -> dict[str, Tensor] | None:
         """The last step's gradients before clipping, by Hugging Face name, on rank 0 (for
@@ -451,7 +193,6 @@ class StudentRank:
         source checkpoint's config and tokenizer files. Rows of the head past the tokenizer are
         made unlikely (`save_hf.without_padding_tokens`)."""
         directory = Path(directory)
-
         parallel.on_rank_zero(
             lambda: copy_settings(Path(self.config.model), directory, self.config.dtype),
             f"could not write the student to {directory}",
@@ -473,7 +214,7 @@ class StudentRank:
             self._optimizer,
             self._main_parameters(),
             self._identity(),
-            {} if self._critic is None else {CRITIC: self._critic.state_dict()},
+            self._further(),
             megatron=self.model if self.config.checkpoint_format == "megatron" else None,
         )
 
@@ -486,7 +227,7 @@ class StudentRank:
             self._optimizer,
             self._main_parameters(),
             self._identity(),
-            {} if self._critic is None else {CRITIC: self._critic.state_dict()},
+            self._further(),
             self.model,
             [*self._parameters().values(), *self._optimizer.state_tensors()],
         )
@@ -516,14 +257,7 @@ class StudentRank:
             self.model,
         )
         if self._critic is not None:
-            try:
-                state = load_file(Path(directory) / CRITIC)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    f"{directory}: its {CRITIC} cannot be read ({error}); the objective has a "
-                    "critic. Resume with the objective it was written with."
-                ) from error
-            self._critic.load_state_dict(state)
+            self._critic.load(Path(directory))
 
     # -- small helpers ------------------------------------------------------------------------
 
@@ -533,6 +267,10 @@ class StudentRank:
     def _main_parameters(self) -> dict[str, Tensor]:
         """All parameters, the trained ones in the precision the optimizer keeps them."""
         return self._parameters() | self._optimizer.main_parameters()
+
+    def _further(self) -> dict[str, dict[str, Tensor]]:
+        """Further files of a checkpoint."""
+        return {} if self._critic is None else {FILE: self._critic.state_dict()}
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree on to be gone on from."""
@@ -547,6 +285,6 @@ class StudentRank:
         parallel.stop(self._groups_before)
         # Gradient hooks in C++, which the garbage collector cannot see, keep Megatron's wrapper and
         # through it the groups with their sockets and threads.
-        self._ddp.__dict__.clear()
+        self._parts.ddp.__dict__.clear()
         self.__dict__.clear()
         gc.collect()

@@ -30,7 +30,7 @@ def observe(student: Any) -> dict[str, Any]:
     seen: dict[str, Any] = {"logprobs": student.logprobs(SEQUENCES)}
     for size in (1, 2, 8):
         student.config.micro_batch_size = size
-        seen[f"loss, micro-batch {size}"], _ = student._forward_backward(SAMPLES)
+        seen[f"loss, micro-batch {size}"], _ = student._updates.forward_backward(SAMPLES)
         seen[f"gradients, micro-batch {size}"] = student.gradients()
     student.config.micro_batch_size = 3  # 8 samples do not divide evenly: rows of padding
     metrics = student.step(SAMPLES, 4)
@@ -205,10 +205,10 @@ def masked_everywhere(c: Context) -> None:
         assert all(not p.main_grad.any() for p in student.model.parameters() if p.requires_grad)
         _assert_identical(_state(student), before)
     # One live sample: the other rank has a row of padding, and no token at all.
-    alone, _ = student._forward_backward(live[:1])
+    alone, _ = student._updates.forward_backward(live[:1])
     gradients = student.gradients()
     # A dead sample beside it shares the denominator and nothing else, wherever it is computed.
-    halved, _ = student._forward_backward([live[0], dead[1]])
+    halved, _ = student._updates.forward_backward([live[0], dead[1]])
     assert halved == pytest.approx(alone / 2, rel=1e-6)
     half = student.gradients()
     if c.rank == 0:

@@ -115,12 +115,12 @@ def student_gradients(
     c: Context, kind: str, samples: list[TrainSample], old: Any = None, **options: Any
 ) -> Any:
     """(loss, gradients by name) of a student made by `options`."""
-    from mopd.student.trainer import _Before
+    from mopd.student.updates import Before
 
     folders = {domain: c.folder / teacher for domain, teacher in TEACHERS.items()}
     rest = {"teacher_folders": folders}
     student = c.student(kind, temperature=TEMPERATURE, rest=rest, **options)
-    loss, _ = student._forward_backward(samples, _Before(old=old))
+    loss, _ = student._updates.forward_backward(samples, Before(old=old))
     gradients = student.gradients()
     student.close()
     return loss, gradients

@@ -66,7 +66,7 @@ def logprobs_equal_transformers(c: Context) -> None:
         model = transformers_model(c.folder / kind)
         student = c.student(kind, world=1)
         with torch.no_grad():
-            logits = student._ddp(ids, torch.arange(20).expand(2, -1), None)
+            logits = student._parts.ddp(ids, torch.arange(20).expand(2, -1), None)
             assert (logits - model(ids).logits).abs().max() < 1e-5, kind
         for temperature in (1.0, 0.5):
             for whole_head, vocabulary in ((True, VOCAB), (False, VALID)):
@@ -144,7 +144,7 @@ def gradients_equal_the_formula(c: Context) -> None:
                 "teacher": {"clip": clip},
             },
         )
-        got_loss, _ = student._forward_backward(samples)
+        got_loss, _ = student._updates.forward_backward(samples)
         assert got_loss == pytest.approx(float(loss.detach()), abs=3e-6), kind
         got = student.gradients()
         trained = {name for name in expected if ".gate." not in name}
@@ -228,7 +228,7 @@ def teacher_scores_plus_one(c: Context) -> None:
     student = c.student("moe", world=1, objective={"teacher": {"clip": 0.0}})
 
     def gradients(samples: list[Any]) -> dict[str, Any]:
-        student._forward_backward(samples)
+        student._updates.forward_backward(samples)
         return student.gradients()
 
     own = _own(student)
@@ -258,15 +258,15 @@ def icepop_on_real_ratios(c: Context) -> None:
     def moved(by: float) -> list[Any]:
         return [replace(s, sampler_logprobs=tuple(x + by for x in s.sampler_logprobs)) for s in own]
 
-    student._forward_backward(own)
+    student._updates.forward_backward(own)
     plain = student.gradients()
-    student._forward_backward(moved(-math.log(2.0)))  # pi / mu = 2
+    student._updates.forward_backward(moved(-math.log(2.0)))  # pi / mu = 2
     doubled = student.gradients()
     for name in plain:
         error = (doubled[name] - 2 * plain[name]).abs().max().item()
         assert error < 1e-5 * max(plain[name].abs().max().item(), 0.1), name
     for by in (200.0, -200.0, -math.log(5.001), -math.log(0.4999)):
-        loss, _ = student._forward_backward(moved(by))
+        loss, _ = student._updates.forward_backward(moved(by))
         assert loss == 0.0 and all_gradients_zero(student), by
     student.close()
 
@@ -455,7 +455,7 @@ def head_in_float32(c: Context) -> None:
                 lambda *a, out=hidden: out.append(a[2])
             )
             with torch.no_grad():
-                logits = student._ddp(ids, None, None)
+                logits = student._parts.ddp(ids, None, None)
             hook.remove()
             weights = student.weights.collect(student._parameters())
             head = weights["lm_head.weight" if kind == "moe" else "model.embed_tokens.weight"]

@@ -60,7 +60,7 @@ def _load_train_and_export(folder: Path, port: int) -> None:
     ids = torch.tensor([[*prompt_ids, *answer]])
     with torch.no_grad():
         expected = hf(ids).logits
-        got = student._ddp(ids, torch.arange(ids.shape[1])[None], None)
+        got = student._parts.ddp(ids, torch.arange(ids.shape[1])[None], None)
     assert (got - expected).abs().max() < 1e-4
     del hf
 
