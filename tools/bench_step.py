@@ -35,8 +35,8 @@ from mopd.build import Prepared, prepare
 from mopd.config.load import load_config
 from mopd.loop import train
 from mopd.observe.progress import Progress
-from mopd.run import System
 from mopd.runtime.cluster import ray_cluster
+from mopd.system import System
 from mopd.types import ScoredSample
 
 ROOT = Path(__file__).resolve().parents[1]

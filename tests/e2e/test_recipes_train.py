@@ -68,7 +68,7 @@ def require_progress(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 async def train_all(recipes: Sequence[Path], logs: Path) -> None:
-    """The parts of `mopd.run`, those that no recipe changes started once."""
+    """The parts of `mopd.system`, those that no recipe changes started once."""
     import ray
 
     from mopd.build import prepare

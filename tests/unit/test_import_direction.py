@@ -37,6 +37,8 @@ RANKS: dict[str, int] = {
             "runtime",
             "run",
             "run_dir",
+            "run_observer",
+            "system",
             "checking",
             "evaluating",
             "stopping",
