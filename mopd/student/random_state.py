@@ -45,10 +45,11 @@ def restore(saved: Mapping[str, Tensor], *, same_layout: bool) -> None:
     cpu = saved["cpu"]
     if cpu.dim() == 1:  # written before every rank's was kept
         cpu = cpu[None]
-    torch.set_rng_state(cpu[dist.get_rank() if same_layout else 0])
+    # Copies: given a row of a larger tensor, torch reads another place than the row's.
+    torch.set_rng_state(cpu[dist.get_rank() if same_layout else 0].clone())
     if not same_layout:
         return
-    mine = {name: states[dist.get_rank()] for name, states in saved.items() if name != "cpu"}
+    mine = {n: states[dist.get_rank()].clone() for n, states in saved.items() if n != "cpu"}
     if "cuda" in mine and not cpu_platform.on_cpu():
         torch.cuda.set_rng_state(mine["cuda"])
     tracked = _tracked()
