@@ -8,6 +8,9 @@ Names of metrics (flat, one ``/`` a level); the live display and the report find
     domain/NAME/...             anything else by domain
     mask_fraction, loss, grad_norm, lr, samples_per_s, tokens_per_s      of the whole step
     time/STAGE_s                seconds by stage (generate, score, train, sync, wait, ...)
+    weight_version, ..._lag     of the weights that drew the samples; steps they are behind
+    checkpoint/writing          step of the checkpoint that is being written beside training
+    checkpoint/step, .../..._s  one that became whole, and what it took (mopd.checkpoints)
 """
 
 from __future__ import annotations
