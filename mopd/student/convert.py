@@ -80,24 +80,17 @@ def to_hugging_face(source: Path, out: Path, like: Path, dtype: str, port: int) 
 def _read_megatron(built: Any, source: Path) -> None:
     """Fill the model; every tensor must be there, in the shape it has here."""
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.core import CheckpointingException
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         with cpu_platform.quiet_build():
             loaded = dist_checkpointing.load(built.sharded_state_dict(), str(source))
         built.load_state_dict(loaded, strict=True)
-    except (
-        CheckpointingException,
-        CheckpointException,  # torch's own, which is no Exception
-        KeyError,
-        ValueError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    # torch's own is no Exception, and unpickling raises anything.
+    except (Exception, CheckpointException) as error:
         raise ModelError(
             f"{source}: not a Megatron checkpoint of this model "
-            f"({str(error).strip().splitlines()[-1]}). Check that --like names the folder it was "
+            f"({megatron_format.first_cause(error)}). Check that --like names the folder it was "
             "trained from."
         ) from error
 

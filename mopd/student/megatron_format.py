@@ -128,7 +128,7 @@ class Writing:
                 finalize()
         except CheckpointException as error:  # torch's own, which is no Exception
             raise ModelError(
-                f"{self._folder}: could not be written ({_first_cause(error)})."
+                f"{self._folder}: could not be written ({first_cause(error)})."
             ) from error
 
 
@@ -171,7 +171,7 @@ def load(model: Any, into: Groups, folder: Path) -> None:
         raise
     except (Exception, CheckpointException) as error:  # unpickling raises anything
         raise ModelError(
-            f"{folder}: not a whole Megatron checkpoint of this run ({_first_cause(error)}). "
+            f"{folder}: not a whole Megatron checkpoint of this run ({first_cause(error)}). "
             "Go on from the checkpoint before it."
         ) from error
 
@@ -238,7 +238,7 @@ def _check(sharded: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _first_cause(error: BaseException) -> str:
+def first_cause(error: BaseException) -> str:
     """The line of the error that says what happened; torch's begin with a list of ranks."""
     failures = getattr(error, "failures", None)
     if failures:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mopd.errors import ModelError
 from mopd.kernels.word_sums import word_sum
-from mopd.student.exchange import Plan
 from mopd.student.files import Manifest, safetensors_header
 from mopd.student.weights import BUCKET_BYTES, ShardedWeights
 
@@ -93,22 +92,15 @@ class Publisher:
     def _views(self, full: Callable[[str], Tensor]) -> list[tuple[str, Tensor, Tensor]]:
         """(name, view of this rank's parameter, view of the whole tensor) of everything that this
         rank speaks for."""
-        return own_views(self._plan, self._tensors, full)
-
-
-def own_views(
-    plan: Plan, tensors: Mapping[str, Tensor], full: Callable[[str], Tensor]
-) -> list[tuple[str, Tensor, Tensor]]:
-    """See `Publisher._views`."""
-    speaks = {part.key for part in plan.owned[dist.get_rank()]}
-    views = []
-    for name, part in plan.mine.items():
-        if part.key not in speaks:
-            continue
-        whole = [full(hf) for hf in part.hf]
-        pairs = part.packing.pairs(tensors[name].detach(), whole, *part.shard)
-        views += [(hf, own, place) for hf, (own, place) in zip(part.hf, pairs, strict=True)]
-    return views
+        speaks = {part.key for part in self._plan.owned[dist.get_rank()]}
+        views = []
+        for name, part in self._plan.mine.items():
+            if part.key not in speaks:
+                continue
+            whole = [full(hf) for hf in part.hf]
+            pairs = part.packing.pairs(self._tensors[name].detach(), whole, *part.shard)
+            views += [(hf, own, place) for hf, (own, place) in zip(part.hf, pairs, strict=True)]
+        return views
 
 
 class _SharedFile:
