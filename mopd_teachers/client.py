@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from mopd_teachers import wire
 from mopd_teachers.cache import ScoreCache, content_key
@@ -32,8 +34,20 @@ SEQUENCES_PER_REQUEST = 256
 PROMPTS_PER_REQUEST = 64
 
 ANSWERED_WRONG = frozenset(("bad scores", "wrong ids"))
-"""Causes of samples that are asked for again: the fault may have been on the way."""
-SERVER_CAUSES = frozenset(("timeout", "connection", "bad answer", "stranger", RESTARTED, DOWN))
+"""Of samples that are asked for again: the fault may have been on the way, or the server's."""
+SERVER_CAUSES = ANSWERED_WRONG | {
+    "timeout",
+    "connection",
+    "bad answer",
+    "stranger",
+    RESTARTED,
+    DOWN,
+}
+_ONE_NUMBER = 1e-3
+"""Nats: scores of different tokens that lie closer together than that are no scores, unless the
+teacher is sure of every token."""
+_SURE = -0.5
+_ENOUGH = 8  # tokens
 
 
 def is_servers_fault(cause: str) -> bool:
@@ -112,18 +126,11 @@ class TeacherClient(KnownServers):
         return results
 
     async def _scored(self, items: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
-        """Scores from the servers; those of samples that came back wrong are asked for again."""
-        results: dict[str, Outcome] = {}
-        live = items
-        for _ in range(self._retries + 1):
-            for part in await asyncio.gather(
-                *(self._score_chunk(chunk, top_k) for chunk in self._chunks(live))
-            ):
-                results.update(part)
-            live = [item for item in live if _answered_wrong(results[item.sample_id])]
-            if not live:
-                break
-        return results
+        """Scores from the servers."""
+        parts = await asyncio.gather(
+            *(self._score_chunk(chunk, top_k) for chunk in self._chunks(items))
+        )
+        return {key: outcome for part in parts for key, outcome in part.items()}
 
     async def _from_cache(
         self, cache: ScoreCache, items: Sequence[ScoreItem], top_k: int
@@ -201,27 +208,78 @@ class TeacherClient(KnownServers):
         if chunk:
             yield chunk
 
-    async def _score_chunk(self, chunk: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
+    async def _score_chunk(
+        self,
+        chunk: Sequence[ScoreItem],
+        top_k: int,
+        *,
+        retries: int | None = None,
+        avoid: Replica | None = None,
+    ) -> dict[str, Outcome]:
+        """One request's samples. Those whose scores came back wrong are asked for again, elsewhere
+        where there is another server; what took too long comes again in smaller parts."""
+        good: dict[str, Outcome] = {}
+        wrong: dict[str, TeacherFailure] = {}
+
+        async def ask(server: Replica) -> None:
+            left = [item for item in chunk if item.sample_id not in good]
+            outcomes = await self._score_at(server, left, top_k)
+            for key, outcome in outcomes.items():
+                if isinstance(outcome, TeacherFailure) and outcome.cause in ANSWERED_WRONG:
+                    wrong[key] = outcome
+                else:
+                    good[key] = outcome
+            bad = [wrong[i.sample_id] for i in left if i.sample_id not in good]
+            if bad:  # of few it may be the samples themselves that have no scores
+                blames = 2 * len(bad) > len(chunk)
+                raise RequestError(bad[0].cause, bad[0].detail, True, blames=blames)
+
         try:
-            return await self._retried(
-                lambda server: self._score_at(server, chunk, top_k),
-                sum(map(_size, chunk)),
-                hedge=True,
+            size = sum(map(_size, chunk))
+            divisible = len(chunk) > 1 and self._retries > 0
+            await self._retried(
+                ask, size, hedge=True, divisible=divisible, retries=retries, avoid=avoid
             )
         except RequestError as error:
+            left = [item for item in chunk if item.sample_id not in good]
+            if divisible and error.cause == "timeout":
+                return good | await self._smaller(left, top_k, error.at)
             failure = TeacherFailure(error.cause, self._describe(error))
-            return {item.sample_id: failure for item in chunk}
+            for item in left:
+                good[item.sample_id] = wrong.get(item.sample_id, failure)
+        return good
+
+    async def _smaller(
+        self, items: Sequence[ScoreItem], top_k: int, slow: Replica | None
+    ) -> dict[str, Outcome]:
+        """Scores of what took too long together: the shortest alone, which tells a slow server from
+        one that hangs; if it has its score, the others in as large parts as that speed allows."""
+        self.stats.retries += 1
+        shortest = min(items, key=_size)
+        first = await self._score_chunk([shortest], top_k, retries=self._retries - 1, avoid=slow)
+        outcome = first[shortest.sample_id]
+        if isinstance(outcome, TeacherFailure) and is_servers_fault(outcome.cause):
+            return {item.sample_id: outcome for item in items}
+        rest = [item for item in items if item is not shortest]
+        parts = await asyncio.gather(
+            *(self._score_chunk(part, top_k) for part in self._chunks(rest))
+        )
+        return first | {key: each for part in parts for key, each in part.items()}
 
     async def _score_at(
         self, server: Replica, chunk: Sequence[ScoreItem], top_k: int
     ) -> dict[str, Outcome]:
+        await self._vouched(server)
         try:
-            return await score_at(self._ask, server, chunk, top_k)
+            outcomes = await score_at(self._ask, server, chunk, top_k)
         except RequestError as error:
             if error.cause != RESTARTED:
                 raise
-        await self._meet_again(server)
-        return await score_at(self._ask, server, chunk, top_k)
+            await self._meet_again(server)
+            outcomes = await score_at(self._ask, server, chunk, top_k)
+        if _says_one_number(outcomes):  # of a model that has lost its weights while it ran
+            await self._meet_again(server)
+        return outcomes
 
     # ---- text and answers -------------------------------------------------------------------
 
@@ -288,8 +346,13 @@ class TeacherClient(KnownServers):
         return [generation for part in parts for generation in part]
 
 
-def _answered_wrong(outcome: Outcome) -> bool:
-    return isinstance(outcome, TeacherFailure) and outcome.cause in ANSWERED_WRONG
+def _says_one_number(outcomes: Mapping[str, Outcome]) -> bool:
+    """Whether all tokens have about the same logprob, far from 0."""
+    found = [each.logprobs for each in outcomes.values() if isinstance(each, TeacherScore)]
+    tokens = np.concatenate(found) if found else np.empty(0, np.float32)
+    if len(tokens) < _ENOUGH:
+        return False
+    return float(np.ptp(tokens)) < _ONE_NUMBER and float(tokens.mean()) < _SURE
 
 
 def _size(item: ScoreItem) -> int:

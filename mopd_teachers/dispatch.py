@@ -23,12 +23,14 @@ from mopd_teachers.errors import TeacherError
 from mopd_teachers.probes import require_same_model
 from mopd_teachers.replica import Endpoint, Replica
 from mopd_teachers.stats import TeacherStats
-from mopd_teachers.transport import RequestError
+from mopd_teachers.transport import BUSY, RequestError
 
 _BACKOFF_S = 0.2
 _BACKOFF_MAX_S = 5.0
 _QUICK_S = 5.0  # deadline of a question that costs the server nothing
 _LOOK_AGAIN_S = 0.05  # for a server that has nothing to do
+_BUSY_MAX_S = 30.0
+_BUSY_DEADLINES = 10  # deadlines of a request that a server may say for that it is busy
 
 DOWN = "down"  # the cause of a request that was not made, because the server just failed a trial
 
@@ -115,13 +117,26 @@ class Dispatcher:
         )
 
     async def _retried(
-        self, call: Callable[[Replica], Awaitable[T]], tokens: int, hedge: bool = False
+        self,
+        call: Callable[[Replica], Awaitable[T]],
+        tokens: int,
+        hedge: bool = False,
+        divisible: bool = False,
+        retries: int | None = None,
+        avoid: Replica | None = None,
     ) -> T:
         """Run `call` on a server; again, elsewhere if possible, when it fails. With `hedge`, on two
-        at once when the first takes long: for questions that may be asked twice."""
+        at once when the first takes long: for questions that may be asked twice.
+
+        A server that is busy (429) is asked again, after a pause, for up to ten deadlines: that is
+        no failure. With `divisible` a deadline that was missed is the caller's to deal with.
+        `retries`: None is the teacher's. `avoid`: a server that has just failed.
+        """
         self._open()
-        server: Replica | None = None
-        attempt = 0
+        server = avoid
+        retries = self._retries if retries is None else retries
+        attempt = busy = 0
+        patience_ends = time.monotonic() + _BUSY_DEADLINES * self._timeout_s
         while True:
             server = self._least_loaded(avoid=server)
             try:
@@ -131,12 +146,19 @@ class Dispatcher:
                     return await self._raced(call, server, tokens, self._hedge_after_s)
                 return await self._on(call, server, tokens)
             except RequestError as error:
-                if not error.retry or attempt == self._retries:
+                error.at = server
+                if error.cause == BUSY and time.monotonic() < patience_ends:
+                    busy += 1
+                    self.stats.busy += 1
+                    delay = error.wait_s or _pause_s(busy)
+                    await asyncio.sleep(min(delay, _BUSY_MAX_S) * random.uniform(0.5, 1.5))
+                    continue
+                late = divisible and error.cause == "timeout"
+                if late or not error.retry or attempt >= retries:
                     raise
                 self.stats.retries += 1
-            delay = min(_BACKOFF_MAX_S, _BACKOFF_S * 2**attempt)
+            await asyncio.sleep(_pause_s(attempt) * random.uniform(0.5, 1.5))
             attempt += 1
-            await asyncio.sleep(delay * random.uniform(0.5, 1.5))
 
     async def _on(
         self,
@@ -151,15 +173,20 @@ class Dispatcher:
         try:
             async with server.admitted(tokens, expected=expected):
                 if server.on_trial:  # it fell ill while this request waited
-                    raise RequestError(DOWN, server.last_error, retry=True)
+                    raise RequestError(DOWN, server.last_error, retry=True, blames=False)
                 sent()
                 begin = time.perf_counter()
-                result = await call(server)
+                try:
+                    result = await call(server)
+                except RequestError as error:
+                    if error.cause == "timeout":
+                        server.took_too_long()
+                    raise
                 self.stats.request_done(time.perf_counter() - begin)
                 server.succeeded(tokens)
                 return result
         except RequestError as error:
-            if error.retry and error.cause != DOWN:
+            if error.retry and error.blames:
                 server.failed(error.detail)
             raise
 
@@ -229,7 +256,7 @@ class Dispatcher:
             if not server.on_trial:
                 return  # another request found it well
             if server.resting:
-                raise RequestError(DOWN, server.last_error, retry=True)
+                raise RequestError(DOWN, server.last_error, retry=True, blames=False)
             try:
                 await require_same_model(self._quick, server)
             except RequestError as error:
@@ -241,3 +268,8 @@ class Dispatcher:
     def _describe(self, error: RequestError) -> str:
         tries = f", tried {self._retries + 1} times" if error.retry and self._retries else ""
         return f"teacher {self.name!r}: {error.detail}{tries}"
+
+
+def _pause_s(tries: int) -> float:
+    """Before the next try, after `tries` more than the first."""
+    return min(_BACKOFF_MAX_S, _BACKOFF_S * 2 ** min(tries, 10))

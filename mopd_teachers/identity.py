@@ -125,6 +125,9 @@ class KnownServers(Dispatcher):
 
         Raises TeacherError when it does not pass, or serves another model than the others.
         """
+        server = self._replica(endpoint)
+        if any(server.url == each.url for each in self._servers):
+            raise TeacherError(f"teacher {self.name!r}: {server.url} is one of its servers already")
         self._servers.append(await self._probed(endpoint))
 
     async def remove_endpoint(self, index: int) -> None:
@@ -154,6 +157,16 @@ class KnownServers(Dispatcher):
             )
         if difference.max() > _SAME_SCORES and self._cache is not None:
             self._cache.forget()
+        server.vouch()
+
+    async def _vouched(self, server: Replica) -> None:
+        """A server that does not say when it was restarted is probed again now and then, and after
+        each failure: another model may have taken its place, under the same name."""
+        if server.instance is not None or server.vouched:
+            return
+        async with server.meeting:
+            if not server.vouched:  # another request has asked meanwhile
+                await self._meet_again(server)
 
     async def _same_as_kept(self) -> None:
         """Ask every server whether it is still the process that was probed; one that is not is

@@ -90,7 +90,7 @@ async def _identify(ask: Ask, server: Replica, teacher: str) -> Mapping[str, Any
             "Another server answers there, or `model` is wrong"
         )
     length = cards[model].get("max_model_len")
-    if not isinstance(length, int) or length < 1:
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise TeacherError(
             f"teacher {teacher!r}: {server.url} does not say its max_model_len (got {length!r}); "
             "expected a vLLM server"
@@ -101,14 +101,27 @@ async def _identify(ask: Ask, server: Replica, teacher: str) -> Mapping[str, Any
     except RequestError as error:
         if error.cause not in ("http 404", "http 405"):
             raise
-    if not isinstance(described, Mapping) or described.get("protocol") != wire.PROTOCOL:
+    if not _speaks_ours(described):
         described = {}
     server.model, server.max_model_len, server.fast = model, length, bool(described)
     server.instance = described.get("instance")
     server.capabilities = frozenset(
-        described.get("capabilities", ()) if described else (wire.SAMPLED, wire.TOP_K)
+        described["capabilities"] if described else (wire.SAMPLED, wire.TOP_K)
     )
     return described
+
+
+def _speaks_ours(described: Any) -> bool:
+    """Whether this is what our route says of itself, and not another program's answer there."""
+    if not isinstance(described, Mapping) or described.get("protocol") != wire.PROTOCOL:
+        return False
+    able, most = described.get("capabilities"), described.get("max_top_k")
+    return (
+        isinstance(able, list)
+        and all(isinstance(each, str) for each in able)
+        and isinstance(most, int | None)
+        and isinstance(described.get("instance"), str | None)
+    )
 
 
 def _require_able(

@@ -8,10 +8,12 @@ requests again; each further failure doubles the rest.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from mopd_teachers.errors import TeacherError
 
@@ -22,6 +24,8 @@ FIRST_TOKENS = 16_384
 """In flight at a server whose speed is not known yet."""
 UNKNOWN = ""
 """Instance of a server that must be probed before it is asked for scores."""
+VOUCH_S = 10.0
+"""How long the last probe speaks for a server that does not say when it was restarted."""
 _SHARE_OF_DEADLINE = 0.25
 _RATE_WINDOW_S = 60.0
 
@@ -43,13 +47,12 @@ class Replica:
     """One endpoint in use."""
 
     def __init__(self, teacher: str, endpoint: Endpoint, timeout_s: float, concurrency: int):
-        if not endpoint.url.startswith(("http://", "https://")):
-            raise TeacherError(
-                f"teacher {teacher!r}: endpoint {endpoint.url!r} is not a URL; write "
-                "http://HOST:PORT"
-            )
-        self.url = endpoint.url.rstrip("/").removesuffix("/v1")
+        for problem in (url_problem(endpoint.url), key_problem(endpoint.api_key or "")):
+            if problem is not None:
+                raise TeacherError(f"teacher {teacher!r}: {problem}")
+        self.url = bare_url(endpoint.url)
         self.model = endpoint.model
+        self._key = endpoint.api_key
         self.headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
         self.fast: bool | None = None
         """Has our route; None: not asked yet."""
@@ -62,15 +65,21 @@ class Replica:
         self.failures_in_a_row = 0
         self.last_error = ""
         self._rest_until, self._rests = 0.0, 0
+        self._vouched_until = 0.0
         # How fast it is: tokens done and seconds busy, of about the last minute.
         self._done_tokens, self._busy_s, self._counted_to = 0.0, 0.0, 0.0
+        self._most_tokens = math.inf  # in flight, as far as deadlines that were missed tell
         self.enter_loop()
+
+    def without_key(self, text: str) -> str:
+        """What a server said, should it say our key back."""
+        return text.replace(self._key, "***") if self._key else text
 
     def enter_loop(self) -> None:
         """Nothing is in flight: a new event loop begins, to which the locks belong."""
         self.in_flight = 0
         self.tokens_in_flight = self.tokens_waiting = 0
-        self.trial = asyncio.Lock()
+        self.trial, self.meeting = asyncio.Lock(), asyncio.Lock()
         self._changed = asyncio.Condition()
 
     # ---- load -------------------------------------------------------------------------------
@@ -89,9 +98,13 @@ class Replica:
     def token_budget(self) -> int:
         """Tokens that it may have in flight so that each request can meet its deadline."""
         rate = self.tokens_per_s
-        if rate is None:
-            return FIRST_TOKENS
-        return max(1, int(rate * self._timeout_s * _SHARE_OF_DEADLINE))
+        most = FIRST_TOKENS if rate is None else rate * self._timeout_s * _SHARE_OF_DEADLINE
+        return max(1, int(min(most, self._most_tokens)))
+
+    def took_too_long(self) -> None:
+        """A request missed its deadline with all that is in flight now: that was too much."""
+        self._most_tokens = max(1.0, self.tokens_in_flight / 2)
+        self._forget_speed()
 
     @asynccontextmanager
     async def admitted(self, tokens: int, *, expected: bool = False) -> AsyncIterator[None]:
@@ -148,6 +161,15 @@ class Replica:
         return max(0.0, self._rest_until - time.monotonic())
 
     @property
+    def vouched(self) -> bool:
+        """Whether the last probe still speaks for it."""
+        return time.monotonic() < self._vouched_until
+
+    def vouch(self) -> None:
+        """It was probed, and is the teacher."""
+        self._vouched_until = time.monotonic() + VOUCH_S
+
+    @property
     def on_trial(self) -> bool:
         """It failed so often that it must prove itself before it takes another request."""
         return self.failures_in_a_row >= FAILURES_TO_REST
@@ -163,6 +185,7 @@ class Replica:
         """One more request failed for a reason that is the server's."""
         self.failures_in_a_row += 1
         self.last_error = error
+        self._vouched_until = 0.0
         if self.on_trial and not self.resting:
             self._rest_until = time.monotonic() + min(REST_MAX_S, REST_S * 2.0**self._rests)
             self._rests = min(self._rests + 1, 10)
@@ -170,6 +193,7 @@ class Replica:
     def succeeded(self, tokens: int) -> None:
         """A request of this many tokens was answered."""
         self._done_tokens += tokens
+        self._most_tokens *= 2
         self.recovered()
 
     def passed_trial(self) -> None:
@@ -186,3 +210,35 @@ class Replica:
     def _forget_speed(self) -> None:
         """The time that it was down says nothing of how fast it is."""
         self._done_tokens, self._busy_s = 0.0, 0.0
+
+
+def bare_url(url: str) -> str:
+    """A server's address as it is compared and shown, whichever way it was written."""
+    return url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def url_problem(url: str) -> str | None:
+    """What keeps `url` from being a server's address. The text never shows a password."""
+    if "@" in url:
+        return (
+            f"the endpoint at {url.rpartition('@')[2]} has a user or a password in its URL, which "
+            "messages and files would show; put a bearer token into the variable of api_key_env "
+            "instead"
+        )
+    try:
+        parts = urlsplit(url)
+        wrong = parts.scheme.lower() not in ("http", "https") or not parts.hostname
+        wrong |= parts.port == 0 or bool(parts.query or parts.fragment)
+    except ValueError as error:
+        return f"endpoint {url!r} is not a URL ({error}); write http://HOST:PORT"
+    return f"endpoint {url!r} is not a URL; write http://HOST:PORT" if wrong else None
+
+
+def key_problem(key: str) -> str | None:
+    """What keeps `key` from travelling in a header as it is. The text never shows it."""
+    if all("!" <= letter <= "~" for letter in key):
+        return None
+    return (
+        "the bearer token has a blank, a line break or a letter outside ASCII in it, which does "
+        "not travel in an HTTP header; is there a line break at its end?"
+    )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd_teachers.errors import TeacherError
+from mopd_teachers.replica import key_problem
 
 _POLL_S = 0.2
 _WAIT_NOTE_S = 5.0
@@ -59,6 +60,11 @@ class ServerSpec:
     """How long it may finish what is in flight when it is told to end."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise TeacherError(f"teacher {self.name!r}: port {self.port} is not within 0..65535")
+        if self.api_key is not None and (not self.api_key or key_problem(self.api_key)):
+            problem = key_problem(self.api_key) or "the bearer token is empty"
+            raise TeacherError(f"teacher {self.name!r}: {problem}")
         clash = sorted(k for k in self.engine_args if k.replace("-", "_") in _RESERVED)
         if clash:
             raise TeacherError(
@@ -178,8 +184,9 @@ class ServerProcess:
             except OSError as error:
                 raise TeacherError(
                     f"teacher {self.spec.name!r}: cannot listen on "
-                    f"{self.spec.host}:{self.spec.port} ({error.strerror}); another program holds "
-                    "the port: stop it, or leave the port out to take a free one"
+                    f"{self.spec.host}:{self.spec.port} ({error.strerror}). If another program "
+                    "holds the port, stop that or take another (0: any free one); the host must be "
+                    "an address of this machine"
                 ) from error
             self.port = sock.getsockname()[1]
             self._process = self._spawn(sock.fileno())
@@ -203,7 +210,7 @@ class ServerProcess:
         for key, value in MALLOC_ENV.items():
             env.setdefault(key, value)
         env.pop("VLLM_API_KEY", None)
-        if self.spec.api_key is not None:
+        if self.spec.api_key:
             env["VLLM_API_KEY"] = self.spec.api_key
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:

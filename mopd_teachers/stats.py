@@ -17,6 +17,8 @@ class TeacherStats:
         self.tokens = 0
         self.hedges = self.hedges_won = 0
         """Requests put to a second server, too; of which the second answered first."""
+        self.busy = 0
+        """Requests that a server had too much to do for (429), each asked again later."""
         self.cache_hits = 0
         self.failures: Counter[str] = Counter()
         self._latencies_s: deque[float] = deque(maxlen=_WINDOW)
@@ -26,12 +28,13 @@ class TeacherStats:
         self._latencies_s.append(seconds)
 
     def snapshot(self) -> dict[str, float]:
-        """Plain numbers: requests, retries, tokens, hedges, hedges_won, cache_hits, failures,
+        """Plain numbers: requests, retries, busy, tokens, hedges, hedges_won, cache_hits, failures,
         failures/CAUSE, latency_*_s."""
         ordered = sorted(self._latencies_s)
         return {
             "requests": float(self.requests),
             "retries": float(self.retries),
+            "busy": float(self.busy),
             "tokens": float(self.tokens),
             "hedges": float(self.hedges),
             "hedges_won": float(self.hedges_won),

@@ -9,13 +9,31 @@ import aiohttp
 
 from mopd_teachers.replica import Replica
 
+BUSY = "http 429"
+"""Cause of a request that a server refused because it has too much to do already."""
+
 
 class RequestError(Exception):
-    """One request failed: `cause` for counting, and whether another try may help."""
+    """One request failed: `cause` for counting, and whether another try may help.
 
-    def __init__(self, cause: str, detail: str, retry: bool) -> None:
+    `blames`: whether it says that the server is not well (one that is busy is).
+    `wait_s`: how long the server asks to be left alone, where it says so.
+    """
+
+    def __init__(
+        self,
+        cause: str,
+        detail: str,
+        retry: bool,
+        *,
+        blames: bool = True,
+        wait_s: float | None = None,
+    ) -> None:
         super().__init__(f"{cause}: {detail}")
         self.cause, self.detail, self.retry = cause, detail, retry
+        self.blames, self.wait_s = blames, wait_s
+        self.at: Replica | None = None
+        """The server that was asked last."""
 
 
 class Ask(Protocol):
@@ -59,11 +77,14 @@ async def request(
         ) as reply:
             content = await reply.read()
             if reply.status != 200:
-                text = content.decode(errors="replace")[:300]
+                text = server.without_key(content.decode(errors="replace"))[:300]
+                asked = reply.headers.get("Retry-After", "")
                 raise RequestError(
                     f"http {reply.status}",
                     f"{where} answered {reply.status}: {text}",
                     retry=reply.status >= 500 or reply.status in (408, 429),
+                    blames=reply.status != 429,
+                    wait_s=float(asked) if asked.isdecimal() else None,
                 )
             return content if binary else json.loads(content)
     except TimeoutError:

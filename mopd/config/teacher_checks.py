@@ -64,7 +64,7 @@ def check_teachers(config: Config) -> Iterator[str]:
                     )
             for url in teacher.endpoints:
                 if problem := _url_problem(url):
-                    yield f"{key}.endpoints: {url!r} {problem}"
+                    yield f"{key}.endpoints: {_shown(url)!r} {problem}"
             bare = [url.rstrip("/") for url in teacher.endpoints]
             for url in sorted({url for url in bare if bare.count(url) > 1}):
                 yield f"{key}.endpoints: {url} is listed twice"
@@ -74,11 +74,8 @@ def check_teachers(config: Config) -> Iterator[str]:
                 f"({teacher.timeout_s:g}): the request would have ended before a second server "
                 "is asked"
             )
-        if teacher.api_key_env and not os.environ.get(teacher.api_key_env):
-            yield (
-                f"{key}.api_key_env: the environment variable {teacher.api_key_env!r} is not set; "
-                "expected the bearer token of the teacher's servers in it"
-            )
+        if problem := api_key_problem(teacher.api_key_env):
+            yield f"{key}.api_key_env: {problem}"
         for arg in teacher.engine_args:
             plain = arg.lstrip("-").replace("-", "_")
             if plain in _OWN_ENGINE_ARGS:
@@ -135,6 +132,30 @@ def _model_problem(model: str, revision: str | None) -> str | None:
     )
 
 
+def _shown(url: str) -> str:
+    """Without what stands before an @, which may be a password."""
+    scheme, slashes, rest = url.partition("://")
+    return f"{scheme}{slashes}...@{rest.rpartition('@')[2]}" if "@" in rest else url
+
+
+def api_key_problem(variable: str | None) -> str | None:
+    """What is wrong with the bearer token in this environment variable. Never shows the token."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        return (
+            f"the environment variable {variable!r} is {'not set' if key is None else 'empty'}; "
+            "expected the bearer token of the teacher's servers in it"
+        )
+    if not all("!" <= letter <= "~" for letter in key):  # as the client sees it, too
+        return (
+            f"the token in {variable!r} has a blank, a line break or a letter outside ASCII in it, "
+            "which does not travel in an HTTP header; is there a line break at its end?"
+        )
+    return None
+
+
 def _url_problem(url: str) -> str | None:
     try:
         parts = urlsplit(url)
@@ -143,6 +164,8 @@ def _url_problem(url: str) -> str | None:
         return f"is not a URL ({error})"
     if parts.scheme not in ("http", "https") or not parts.hostname or not port_ok:
         return "is not a URL such as http://10.0.0.7:8000"
+    if "@" in parts.netloc:
+        return "has a user or a password in it, which messages would show; use api_key_env"
     if url != url.strip() or parts.query or parts.fragment:
         return "should end after host, port and path"
     return None

@@ -184,6 +184,7 @@ def test_names_are_those_that_are_built() -> None:
         (["teachers.code_rl.engine_args.a=2"], "teachers.code_rl.engine_args would have no eff"),
         (["teachers.code_rl.endpoints=10.0.0.7:8000"], "'10.0.0.7:8000' is not a URL"),
         (["teachers.code_rl.endpoints=http://a:99999"], "is not a URL"),
+        (["teachers.code_rl.endpoints=http://u:pw@a"], "'http://...@a' has a user or a password"),
         (["teachers.code_rl.endpoints=[http://a, http://a/]"], "http://a is listed twice"),
         (["teachers.math_rl.engine_args.max-model-len=5"], "use teachers.math_rl.max_model_len"),
         (["teachers.math_rl.engine_args.port=5"], "chosen by mopd for each server"),

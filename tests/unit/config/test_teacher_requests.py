@@ -63,3 +63,27 @@ def test_bounds_of_a_verifier_that_has_none(loaded: Load, override: str, says: s
 def test_a_key_in_the_configuration_is_refused(loaded: Load) -> None:
     (problem,) = check_config(loaded("teachers.math_rl.engine_args={api-key: abc}"))
     assert "engine_args.api-key: use teachers.math_rl.api_key_env for that" in problem
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        (None, "'TEACHER_KEY' is not set"),
+        ("", "'TEACHER_KEY' is empty"),
+        ("se\ncret", "a blank, a line break"),
+        ("secret\n", "a line break at its end?"),
+        ("sécret", "a letter outside ASCII"),
+    ],
+)
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(
+    loaded: Load, monkeypatch: pytest.MonkeyPatch, key: str | None, says: str
+) -> None:
+    if key is None:
+        monkeypatch.delenv("TEACHER_KEY", raising=False)
+    else:
+        monkeypatch.setenv("TEACHER_KEY", key)
+    (problem,) = check_config(loaded("teachers.math_rl.api_key_env=TEACHER_KEY"))
+    assert problem.startswith("teachers.math_rl.api_key_env: ") and says in problem
+    assert not key or key not in problem
+    monkeypatch.setenv("TEACHER_KEY", "s3cret+/=")
+    assert not check_config(loaded("teachers.math_rl.api_key_env=TEACHER_KEY"))
