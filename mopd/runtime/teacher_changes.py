@@ -82,6 +82,11 @@ class TeacherChanges:
             self._ending.append(asyncio.ensure_future(self._keepers.pop(name).close()))
             del self._config.teachers[name]
         self._leaving.clear()
+        self.take_up(told, done)
+
+    def take_up(self, told: Callable[[str], None], done: Callable[[], None]) -> None:
+        """Begin what was asked since. A server more serves at once; who scores a domain changes
+        with a step alone. Returns at once; while earlier requests are worked on, does nothing."""
         if self._task is not None and not self._task.done():
             return
         requests = list(take_requests(self._log_dir))
@@ -182,10 +187,19 @@ class TeacherChanges:
             )
         if name in self._leaving:
             raise TeacherError(f"{name} leaves with the next step already")
-        for domain in self.domains_of(name):
-            self._from_next_step[domain] = None
         self._leaving.append(name)
+        for domain in self._config.domains:
+            if self._from_next_step.get(domain) == name:  # it never began
+                del self._from_next_step[domain]
+            if self._instead.get(domain) in self._leaving:
+                self._from_next_step.setdefault(domain, None)
         return f"{name} scores nothing from the next step on"
+
+    def forget_earlier(self) -> None:
+        """Requests left from before this run began were meant for another one."""
+        for request in take_requests(self._log_dir):
+            outcome = "refused: no run was there to carry it out"
+            record_change(self._log_dir, request, outcome)
 
     async def close(self) -> None:
         """Give up what is being done; returns when what was to end has ended."""

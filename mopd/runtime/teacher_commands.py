@@ -14,14 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mopd.config.checks import check_config
 from mopd.config.load import load_config
 from mopd.config.schema import Config, TeacherConfig
-from mopd.config.wording import nearest
+from mopd.config.teacher_checks import api_key_problem
+from mopd.config.wording import listed, nearest
 from mopd.errors import ConfigError
 from mopd.model_folders import teacher_folders
 from mopd.runtime.teacher_actor import api_key_of, client_of, server_spec
 from mopd.runtime.teacher_examining import examined
-from mopd.runtime.teacher_registry import read_registry, request_change
+from mopd.runtime.teacher_registry import goes_on, read_registry, request_change, require_running
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.examination import Finding
 from mopd_teachers.replica import Endpoint
@@ -38,13 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     place = Path(arguments.place)
+    running = None
     if place.is_dir():
-        rows = read_registry(place)
+        rows, running = read_registry(place), goes_on(place)
     else:
         rows = _configured(_config(place, arguments.more))
     if arguments.json:
-        print(json.dumps({"teachers": rows}))
+        print(json.dumps({"teachers": rows, "running": running}))
         return 0
+    if running is False:
+        print("this run does not go on: how its teachers were when it ended")
     for row in rows:
         print(f"{row['name']}: {row['what']}; domains: {', '.join(row['domains']) or 'none'}")
         for server in row["servers"]:
@@ -89,32 +94,33 @@ def _configured(config: Config) -> list[dict[str, Any]]:
 
 
 def _key(teacher: TeacherConfig) -> str | None:
-    try:
-        return api_key_of(teacher)
-    except KeyError:
-        raise ConfigError(
-            f"the environment variable {teacher.api_key_env!r} (api_key_env) is not set; expected "
-            "the bearer token of the teacher's servers in it"
-        ) from None
+    if problem := api_key_problem(teacher.api_key_env):
+        raise ConfigError(f"api_key_env: {problem}")
+    return api_key_of(teacher)
 
 
 def _named(config: Config, name: str) -> TeacherConfig:
+    """This teacher, of whose configuration nothing is wrong; that of others does not matter."""
     if name not in config.teachers:
         raise ConfigError(
             f"there is no teacher {name!r}"
             + (nearest(name, config.teachers) or f"; there are {sorted(config.teachers)}")
         )
+    key = f"teachers.{name}"
+    problems = [p for p in check_config(config) if p.startswith((f"{key}.", f"{key} "))]
+    if problems:
+        raise ConfigError(listed(f"teacher {name} cannot be served or asked", problems))
     return config.teachers[name]
 
 
 def _probe(arguments: argparse.Namespace) -> int:
     config = _config(Path(arguments.place))
     names = arguments.names or [n for n, t in config.teachers.items() if not t.mixture]
-    folders = teacher_folders(config)
     found: dict[str, list[Finding]] = {}
     good = True
     for name in names:
-        teacher, folder = _named(config, name), folders.get(name)
+        teacher = _named(config, name)
+        folder = teacher_folders(replace(config, teachers={name: teacher})).get(name)
         try:
             found[name] = _examined(config, name, teacher, folder)
         except ServerError as error:
@@ -171,11 +177,19 @@ def _serve(arguments: argparse.Namespace) -> int:
     spec = replace(spec, port=arguments.port, drain_s=DRAIN_S)
     log = Path(f"teacher-{arguments.name}.log").resolve()
     stopped = threading.Event()
+    loading = True
+
+    def stop(*_: object) -> None:
+        stopped.set()
+        if loading:  # nothing is in flight yet
+            raise KeyboardInterrupt
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, stop)
     with ServerProcess(spec, log, served_name=arguments.name) as server:
         server.start()
         server.wait_healthy(teacher.start_timeout_s, lambda text: print(text, flush=True))
+        loading = False
         print(
             f"{arguments.name} is served at {server.url} (log: {log}). In a run's configuration:\n"
             f"  {arguments.name}: {{endpoints: [{server.url}], model: {arguments.name}}}",
@@ -200,6 +214,9 @@ def _change(arguments: argparse.Namespace) -> int:
                 "--model is the name that the server at --endpoint must serve, or with --domain a "
                 "new teacher's checkpoint; a server that the run starts has its teacher's own"
             )
-    request_change(Path(arguments.place), request)
+    run_dir = Path(arguments.place)
+    if run_dir.is_dir():
+        require_running(run_dir)
+    request_change(run_dir, request)
     print("the run takes it up at its next step; `mopd teachers list` shows it then")
     return 0

@@ -96,6 +96,7 @@ class TeacherFleet:
             TeacherError: a server does not start or answer, serves another model, or cannot take
                 the longest sample; the text names the teacher and quotes the end of its log.
         """
+        self._changes.forget_earlier()
         await asyncio.gather(*self._starts(startup, extra).values())
         self._note = startup.note
         self._write_registry()
@@ -155,7 +156,9 @@ class TeacherFleet:
                             self._starting.append(managed[-1])
                     endpoints = list(await asyncio.gather(*(m.start() for m in managed)))
                 client = client_of(name, config, endpoints)
-                self._keepers[name] = TeacherKeeper(name, config, client, managed, startup.note)
+                self._keepers[name] = TeacherKeeper(
+                    name, config, client, managed, startup.note, self._hear_requests
+                )
                 info = await client.probe(
                     top_k=self._top_k if scores_topk else 0,
                     candidates=self._from_student and scores_topk,
@@ -238,6 +241,11 @@ class TeacherFleet:
         return TeacherScore(tuple(total.tolist()))
 
     # ---- changes while the run goes on ------------------------------------------------------
+
+    def _hear_requests(self) -> None:
+        """While the run waits for a teacher no step begins, and a server may have been asked for
+        that ends the waiting."""
+        self._changes.take_up(self._note, self._write_registry)
 
     def _new_replica(self, name: str, config: TeacherConfig, number: int) -> ManagedReplica:
         """A server beyond those that the run reserved at its start."""

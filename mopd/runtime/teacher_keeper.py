@@ -37,13 +37,16 @@ class TeacherKeeper:
         client: TeacherClient,
         managed: Sequence[ManagedReplica],
         note: Callable[[str], None],
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         """`managed` are the servers of ours, in the order of the client's; none if external.
-        `note` is told, in words, what the user should know."""
+        `note` is told, in words, what the user should know. `waiting` is called now and then while
+        the run waits for this teacher: another server of it may have been asked for."""
         self.name, self.config, self.client = name, config, client
         self.managed: list[ManagedReplica | None] = list(managed) or [None] * len(client.servers)
         """The owner of each of the client's servers; None for one that is not ours."""
-        self._note = note
+        self._note, self._waiting = note, waiting
+        self._paused = False
         self._revision = pinned_revision(config)
         self._mending: asyncio.Lock | None = None
         self._mended = 0  # how often something that had failed was put right
@@ -109,6 +112,11 @@ class TeacherKeeper:
 
         Raises TeacherError (of mopd_teachers) when it has no such server, or no other.
         """
+        if self._paused:
+            raise ServerError(
+                f"teacher {self.name!r}: none of its servers answers and the run waits for one; "
+                "add one, then remove this one"
+            )
         self._mending = self._mending or asyncio.Lock()
         async with self._mending:  # a restart under way counts on the places of the servers
             urls = [server.url for server in self.client.servers]
@@ -200,6 +208,13 @@ class TeacherKeeper:
         teacher has answered."""
         if self._given_up or not self.config.pause_s:
             return False
+        self._paused = True
+        try:
+            return await self._wait_for_one()
+        finally:
+            self._paused = False
+
+    async def _wait_for_one(self) -> bool:
         begin = time.monotonic()
         reminded = begin - REMIND_S
         while (waited := time.monotonic() - begin) < self.config.pause_s:
@@ -209,8 +224,9 @@ class TeacherKeeper:
                 self._note(
                     f"teacher {self.name}: none of its servers answers, the run waits "
                     f"({waited:.0f} of {self.config.pause_s:g} s); bring one back under the same "
-                    f"address, or end the run: {last}"
+                    f"address, add another (mopd teachers add), or end the run: {last}"
                 )
+            self._waiting()
             await asyncio.sleep(min(POLL_S, self.config.pause_s - waited))
             added = any(not server.failures_in_a_row for server in self.client.servers)
             if added or await self._put_right():

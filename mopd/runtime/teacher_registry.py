@@ -7,6 +7,7 @@ RUN_DIR/logs/teacher-changes.jsonl    what became of each
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -17,6 +18,8 @@ from typing import Any
 
 from mopd.config.wording import nearest
 from mopd.errors import ConfigError
+from mopd.run_dir import LOCK
+from mopd_teachers.replica import bare_url, url_problem
 
 
 def write_registry(logs: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -35,6 +38,29 @@ def read_registry(run_dir: Path) -> list[dict[str, Any]]:
             f"{path} cannot be read ({error}); expected the folder of a run that has begun its "
             "first step, or a configuration file"
         ) from error
+
+
+def goes_on(run_dir: Path) -> bool | None:
+    """Whether a process runs this run now; None where the file system cannot tell."""
+    try:
+        with (run_dir / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+
+
+def require_running(run_dir: Path) -> None:
+    """Raises ConfigError unless there is a run that could carry a request out."""
+    if goes_on(run_dir) is False:
+        raise ConfigError(
+            f"no run goes on in {run_dir} (it has ended, or is not this machine's to see), so that "
+            "nobody would carry this out; for the next run, change the configuration"
+        )
 
 
 def request_change(run_dir: Path, request: Mapping[str, Any]) -> None:
@@ -59,11 +85,19 @@ def request_change(run_dir: Path, request: Mapping[str, Any]) -> None:
     else:
         urls = [server["url"] for server in row["servers"]]
         wanted = request.get("endpoint")
-        if request["op"] == "remove" and wanted is not None and wanted not in urls:
-            raise ConfigError(f"teacher {name} has no server {wanted!r}; it has {urls}")
+        if request["op"] == "remove" and wanted is not None:
+            if bare_url(wanted) not in urls:
+                raise ConfigError(f"teacher {name} has no server {wanted!r}; it has {urls}")
+            request = {**request, "endpoint": bare_url(wanted)}
+    if request["op"] == "add" and request.get("endpoint") is not None:
+        if problem := url_problem(str(request["endpoint"])):
+            raise ConfigError(problem)
     folder = run_dir / "logs" / "teacher-requests"
-    folder.mkdir(exist_ok=True)
-    _replace(folder / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json", dict(request))
+    try:
+        folder.mkdir(exist_ok=True)
+        _replace(folder / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json", dict(request))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written ({error}); is it your run?") from error
 
 
 def take_requests(logs: Path) -> Iterator[dict[str, Any]]:
