@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mopd.build import Prepared, prepare
+from mopd.checking.beyond import each_of, require_files
 from mopd.checking.estimates import disk_rows, memory_rows, placement_lines
 from mopd.checking.rows import FAILED, OK, WARNING, Row, as_json, is_good
-from mopd.config.checks import require_valid
+from mopd.config.checks import check_config
 from mopd.config.load import load_config
 from mopd.config.objective_text import objective_lines
 from mopd.config.schema import Config
@@ -69,13 +70,17 @@ def _prepared(
     part = "configuration"
     try:
         config = load_config(files, overrides)
-        require_valid(config)
-        part = "files"
-        return prepare(config)
-    except MopdError as error:
-        for text in error.faults or (str(error),):
+        problems = check_config(config)
+        for text in problems:
             show(Row(part, "", FAILED, text))
-        return None
+        part = "files"
+        if not problems:
+            return prepare(config)
+        require_files(config, problems)
+    except MopdError as error:
+        for text in each_of(error):
+            show(Row(part, "", FAILED, text))
+    return None
 
 
 def sampling_text(config: Config) -> str:

@@ -91,21 +91,40 @@ def test_every_fault_of_every_part_is_told_at_once(
         patch.setenv("PYTHONPATH", str(tmp_path))
         code, found = checked(capsys, config, "rollout.max_response_tokens=250")
     texts = [row["detail"] for row in failed(found)]
-    assert code == 1 and not found["good"] and len(texts) == 4, texts
+    assert code == 1 and not found["good"] and len(texts) == 10, texts
     for name in ("one", "two"):
-        (text,) = [t for t in texts if f"{name}.jsonl" in t]
-        assert f"{name}.jsonl:2" in text and f"{name}.jsonl:3" in text
+        for row in (2, 3):
+            own = [t for t in texts if f"{name}.jsonl:{row}: " in t]
+            assert own and all(t.startswith(f"domain '{name}': ") for t in own)
     assert any("context too short" in t for t in texts)
     assert any("domains.lax.verifier does not do its work" in t for t in texts)
 
 
-def test_a_fault_of_the_configuration_ends_it(
+def test_faults_of_the_configuration_do_not_hide_those_of_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = checked(capsys, written(tmp_path), "train.steps=0", "student.dtype=int3")
-    (row,) = failed(found)
-    assert code == 1 and row["part"] == "configuration"
-    assert "train.steps" in row["detail"] and "student.dtype" in row["detail"]
+    """What is left out is what the faulty keys would be needed for."""
+    (tmp_path / "bad.jsonl").write_text('{"prompt": 3}\n{')
+    bad = {"prompts": {"jsonl": str(tmp_path / "bad.jsonl")}, "teacher": "awy"}
+    lost = {"prompts": {"jsonl": str(tmp_path / "nowhere.jsonl")}}
+    config = written(tmp_path, bad=bad, lost=lost)
+    code, found = checked(capsys, config, "train.steps=0", "student.dtype=int3")
+    told = [(row["part"], row["detail"]) for row in failed(found)]
+    assert code == 1
+    starts = [
+        ("configuration", "train.steps must be"),
+        ("configuration", "student.dtype"),
+        ("configuration", "domains.bad.teacher: there is no teacher 'awy'; did you mean 'away'?"),
+        ("configuration", "domains.lost.prompts.jsonl: no such file"),
+        ("files", f"domain 'bad': {tmp_path}/bad.jsonl:1: prompt should be text"),
+        ("files", f"domain 'bad': {tmp_path}/bad.jsonl:2: not valid JSON"),
+    ]
+    for start in starts:
+        assert [text for part, text in told if part == start[0] and start[1] in text], start
+    assert not [text for _, text in told if "good.jsonl" in text]
+    mended = ["domains.bad.teacher=away", f"domains.lost.prompts.jsonl={tmp_path / 'good.jsonl'}"]
+    (row,) = failed(checked(capsys, config, "student.model=nowhere", *mended)[1])
+    assert "student.model" in row["detail"], "without a student no file can be read"
     with pytest.raises(SystemExit) as wrong:
         main(["check"])
     assert wrong.value.code == 2
