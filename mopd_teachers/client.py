@@ -11,51 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from mopd_teachers import wire
+from mopd_teachers.batches import Batches, size_of
 from mopd_teachers.cache import ScoreCache, content_key
-from mopd_teachers.dispatch import DOWN
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.generation import Generation, generate_at, sample_seed
-from mopd_teachers.identity import KnownServers
 from mopd_teachers.probes import ProbeReport
 from mopd_teachers.replica import Endpoint, Replica
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
-from mopd_teachers.scoring import RESTARTED, score_at
 from mopd_teachers.transport import RequestError
 
 __all__ = ["Endpoint", "Generation", "ProbeReport", "TeacherClient", "sample_seed"]
 
-SEQUENCES_PER_REQUEST = 256
 PROMPTS_PER_REQUEST = 64
 
-ANSWERED_WRONG = frozenset(("bad scores", "wrong ids"))
-"""Of samples that are asked for again: the fault may have been on the way, or the server's."""
-SERVER_CAUSES = ANSWERED_WRONG | {
-    "timeout",
-    "connection",
-    "bad answer",
-    "stranger",
-    RESTARTED,
-    DOWN,
-}
-_ONE_NUMBER = 1e-3
-"""Nats: scores of different tokens that lie closer together than that are no scores, unless the
-teacher is sure of every token."""
-_SURE = -0.5
-_ENOUGH = 8  # tokens
 
-
-def is_servers_fault(cause: str) -> bool:
-    """Whether a sample failed because a server did not do its work, so that a restart may help."""
-    return cause in SERVER_CAUSES or cause.startswith("http 5")
-
-
-class TeacherClient(KnownServers):
+class TeacherClient(Batches):
     """Speaks to the servers of one teacher.
 
     `timeout_s` is the deadline of each HTTP request, `retries` how often a request is tried
@@ -125,13 +99,6 @@ class TeacherClient(KnownServers):
                 self.stats.tokens += len(scores.logprobs)
         return results
 
-    async def _scored(self, items: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
-        """Scores from the servers."""
-        parts = await asyncio.gather(
-            *(self._score_chunk(chunk, top_k) for chunk in self._chunks(items))
-        )
-        return {key: outcome for part in parts for key, outcome in part.items()}
-
     async def _from_cache(
         self, cache: ScoreCache, items: Sequence[ScoreItem], top_k: int
     ) -> dict[str, Outcome]:
@@ -183,103 +150,13 @@ class TeacherClient(KnownServers):
                 f"{len(item.response_ids)} response ids; expected at least one of each",
             )
         # The server wants room for the one token that it has to generate.
-        if self.max_model_len is not None and _size(item) + 1 > self.max_model_len:
+        if self.max_model_len is not None and size_of(item) + 1 > self.max_model_len:
             return TeacherFailure(
                 "too long",
-                f"sample {item.sample_id}: {_size(item)} tokens (+ 1) do not fit teacher "
+                f"sample {item.sample_id}: {size_of(item)} tokens (+ 1) do not fit teacher "
                 f"{self.name!r}'s context of {self.max_model_len}",
             )
         return None
-
-    def _chunks(self, items: Sequence[ScoreItem]) -> Iterator[list[ScoreItem]]:
-        """With our route: large requests, but work for every server, and none so large that its
-        answer could not come in time. Else one sample a request."""
-        fast = all(s.fast for s in self._servers)
-        most = min(SEQUENCES_PER_REQUEST, math.ceil(len(items) / len(self._servers))) if fast else 1
-        tokens = min(s.token_budget for s in self._servers) // 2
-        chunk: list[ScoreItem] = []
-        size = 0
-        for item in items:
-            if chunk and (len(chunk) == most or size + _size(item) > tokens):
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(item)
-            size += _size(item)
-        if chunk:
-            yield chunk
-
-    async def _score_chunk(
-        self,
-        chunk: Sequence[ScoreItem],
-        top_k: int,
-        *,
-        retries: int | None = None,
-        avoid: Replica | None = None,
-    ) -> dict[str, Outcome]:
-        """One request's samples. Those whose scores came back wrong are asked for again, elsewhere
-        where there is another server; what took too long comes again in smaller parts."""
-        good: dict[str, Outcome] = {}
-        wrong: dict[str, TeacherFailure] = {}
-
-        async def ask(server: Replica) -> None:
-            left = [item for item in chunk if item.sample_id not in good]
-            outcomes = await self._score_at(server, left, top_k)
-            for key, outcome in outcomes.items():
-                if isinstance(outcome, TeacherFailure) and outcome.cause in ANSWERED_WRONG:
-                    wrong[key] = outcome
-                else:
-                    good[key] = outcome
-            bad = [wrong[i.sample_id] for i in left if i.sample_id not in good]
-            if bad:  # of few it may be the samples themselves that have no scores
-                blames = 2 * len(bad) > len(chunk)
-                raise RequestError(bad[0].cause, bad[0].detail, True, blames=blames)
-
-        try:
-            size = sum(map(_size, chunk))
-            divisible = len(chunk) > 1 and self._retries > 0
-            await self._retried(
-                ask, size, hedge=True, divisible=divisible, retries=retries, avoid=avoid
-            )
-        except RequestError as error:
-            left = [item for item in chunk if item.sample_id not in good]
-            if divisible and error.cause == "timeout":
-                return good | await self._smaller(left, top_k, error.at)
-            failure = TeacherFailure(error.cause, self._describe(error))
-            for item in left:
-                good[item.sample_id] = wrong.get(item.sample_id, failure)
-        return good
-
-    async def _smaller(
-        self, items: Sequence[ScoreItem], top_k: int, slow: Replica | None
-    ) -> dict[str, Outcome]:
-        """Scores of what took too long together: the shortest alone, which tells a slow server from
-        one that hangs; if it has its score, the others in as large parts as that speed allows."""
-        self.stats.retries += 1
-        shortest = min(items, key=_size)
-        first = await self._score_chunk([shortest], top_k, retries=self._retries - 1, avoid=slow)
-        outcome = first[shortest.sample_id]
-        if isinstance(outcome, TeacherFailure) and is_servers_fault(outcome.cause):
-            return {item.sample_id: outcome for item in items}
-        rest = [item for item in items if item is not shortest]
-        parts = await asyncio.gather(
-            *(self._score_chunk(part, top_k) for part in self._chunks(rest))
-        )
-        return first | {key: each for part in parts for key, each in part.items()}
-
-    async def _score_at(
-        self, server: Replica, chunk: Sequence[ScoreItem], top_k: int
-    ) -> dict[str, Outcome]:
-        await self._vouched(server)
-        try:
-            outcomes = await score_at(self._ask, server, chunk, top_k)
-        except RequestError as error:
-            if error.cause != RESTARTED:
-                raise
-            await self._meet_again(server)
-            outcomes = await score_at(self._ask, server, chunk, top_k)
-        if _says_one_number(outcomes):  # of a model that has lost its weights while it ran
-            await self._meet_again(server)
-        return outcomes
 
     # ---- text and answers -------------------------------------------------------------------
 
@@ -344,16 +221,3 @@ class TeacherClient(KnownServers):
         except RequestError as error:
             raise TeacherError(self._describe(error)) from error
         return [generation for part in parts for generation in part]
-
-
-def _says_one_number(outcomes: Mapping[str, Outcome]) -> bool:
-    """Whether all tokens have about the same logprob, far from 0."""
-    found = [each.logprobs for each in outcomes.values() if isinstance(each, TeacherScore)]
-    tokens = np.concatenate(found) if found else np.empty(0, np.float32)
-    if len(tokens) < _ENOUGH:
-        return False
-    return float(np.ptp(tokens)) < _ONE_NUMBER and float(tokens.mean()) < _SURE
-
-
-def _size(item: ScoreItem) -> int:
-    return len(item.prompt_ids) + len(item.response_ids)

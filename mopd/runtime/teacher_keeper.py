@@ -18,7 +18,8 @@ from typing import Any
 
 from mopd.config.schema import TeacherConfig
 from mopd.runtime.teacher_actor import ManagedReplica, pinned_revision
-from mopd_teachers.client import TeacherClient, is_servers_fault
+from mopd_teachers.batches import is_servers_fault
+from mopd_teachers.client import TeacherClient
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.replica import FAILURES_TO_REST, Endpoint
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure

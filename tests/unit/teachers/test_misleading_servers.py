@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 from fake_teacher import FakeServer, client, expected, lists, logprob
 
-from mopd_teachers import client as client_module
 from mopd_teachers import dispatch, replica, wire
+from mopd_teachers.batches import says_one_number
 from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
@@ -338,6 +338,6 @@ def test_a_server_is_added_once_however_its_address_is_written() -> None:
 
 def test_what_is_one_number_for_all() -> None:
     flat = {"a": TeacherScore(np.full(9, -5.0, np.float32))}
-    assert client_module._says_one_number(flat)
-    assert not client_module._says_one_number({"a": TeacherScore(np.full(9, -0.1, np.float32))})
-    assert not client_module._says_one_number({"a": TeacherFailure("x", "y")})
+    assert says_one_number(flat)
+    assert not says_one_number({"a": TeacherScore(np.full(9, -0.1, np.float32))})
+    assert not says_one_number({"a": TeacherFailure("x", "y")})
