@@ -13,6 +13,7 @@ from torch import Tensor
 from mopd.config.schema import StudentConfig
 from mopd.student import batching, planning
 from mopd.student.attention import packed_sequences
+from mopd.student.expert_bias import ExpertBiases
 from mopd.student.output_head import ResponseRows
 from mopd.student.routing import RoutingReplay
 from mopd.types import TrainSample
@@ -28,6 +29,8 @@ class Microbatch:
     rows: batching.Rows
     samples: tuple[TrainSample | None, ...]
     """[B]; all None when only logprobs are wanted."""
+    lengths: tuple[int, ...]
+    """[B] input positions of each sequence; 0 for a row of padding."""
 
 
 OnLogits = Callable[[Microbatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -49,6 +52,8 @@ class Forwards:
     """One rank of each data-parallel share speaks for it when results are added up."""
     replay: RoutingReplay | None
     """Sends the tokens of samples where their rollout sent them."""
+    biases: ExpertBiases | None
+    """Counts where tokens go in training."""
     head: ResponseRows | None
     """The LM head, to be left the response tokens."""
 
@@ -71,6 +76,7 @@ class Forwards:
         if not plans:
             return []
         packing, replay, head = self.config.packing, self.replay, self.head
+        biases = None if forward_only else self.biases
 
         def forward(iterator: Iterator[Microbatch], model: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
@@ -78,6 +84,8 @@ class Forwards:
             packed = packed_sequences(rows.segments, self.device) if rows.segments else None
             if replay is not None and samples is not None:
                 replay.set(batch.samples, rows.input_ids_BS.shape[1], packing, self.device)
+            if biases is not None:
+                biases.set(batch.lengths, rows.input_ids_BS.shape[1], packing, self.device)
             if head is not None:
                 head.rows = rows
             # No mask: attention is causal, and a padded token comes after every real one of its
@@ -97,6 +105,8 @@ class Forwards:
         )
         if replay is not None:
             replay.clear()
+        if biases is not None:
+            biases.clear()
         if head is not None:
             head.rows = None
         return outputs  # type: ignore[no-any-return]
@@ -110,14 +120,16 @@ class Forwards:
         build = batching.build_packed_row if self.config.packing else batching.build_rows
         for plan in plans:
             mine = plan.rows[self.dp_rank]
+            own = [None if i is None else sequences[i] for i in mine]
             rows = build(
-                [None if i is None else sequences[i] for i in mine],
+                own,
                 plan.lengths[self.dp_rank],
                 self.pad_id,
                 self.device,
             )
             known = tuple(None if i is None or samples is None else samples[i] for i in mine)
-            yield Microbatch(replace(rows, gathered=self.head is not None), known)
+            lengths = tuple(0 if s is None else len(s[0]) + len(s[1]) - 1 for s in own)
+            yield Microbatch(replace(rows, gathered=self.head is not None), known, lengths)
 
     def per_token(
         self,

@@ -104,8 +104,8 @@ def transformer_config(family: Family, config: StudentConfig) -> Any:
             expert_tensor_parallel_size=parallel.etp,
             sequence_parallel=parallel.tp > 1,
             moe_token_dispatcher_type="alltoall",
-            # An expert bias is a buffer, which Megatron moves after each step at this rate.
-            moe_router_bias_update_rate=config.router_bias_update_rate,
+            # An expert bias is a buffer, which `expert_bias.ExpertBiases` moves where asked for.
+            moe_router_bias_update_rate=0.0,
             # Micro-batches differ in length; stages tell each other the shape.
             variable_seq_lengths=parallel.pp > 1,
         )
@@ -219,5 +219,3 @@ def freeze_routers(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)
-    # Nor may their expert biases be moved.
-    model.config.moe_router_bias_update_rate = 0.0

@@ -19,8 +19,18 @@ from mopd.student.model import use_transformer_engine
 RENDEZVOUS_TIMEOUT_S = 600.0
 
 
-def check_layout(parallel: ParallelConfig, family: Family, world_size: int) -> None:
-    """Raise ConfigError when the model cannot be spread as `student.parallel` says."""
+def check_layout(
+    parallel: ParallelConfig,
+    family: Family,
+    world_size: int,
+    *,
+    transformer_engine: bool | None = None,
+) -> None:
+    """Raise ConfigError when the model cannot be spread as `student.parallel` says.
+
+    transformer_engine: whether the ranks' layers are its own; None: as this process has them.
+    """
+    fused = use_transformer_engine() if transformer_engine is None else transformer_engine
     p, kwargs = parallel, family.transformer_kwargs()
     if "kv_lora_rank" in kwargs:  # one projection makes both
         kwargs["latent_width"] = kwargs["kv_lora_rank"] + kwargs["qk_pos_emb_head_dim"]
@@ -43,7 +53,7 @@ def check_layout(parallel: ParallelConfig, family: Family, world_size: int) -> N
             f"ep {p.ep} x etp {p.etp} = {p.ep * p.etp} must divide dp x tp = {p.dp * p.tp}: "
             "experts are spread over the ranks of one pipeline stage."
         )
-    if p.tp > 1 and kwargs.get("multi_latent_attention") and not use_transformer_engine():
+    if p.tp > 1 and kwargs.get("multi_latent_attention") and not fused:
         # Megatron's local layers share the rotary part of the keys between the ranks' heads and do
         # not sum its gradient over them: wrong gradients, silently.
         refuse(

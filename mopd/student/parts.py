@@ -14,6 +14,7 @@ from mopd.config.schema import StudentConfig
 from mopd.student import model as models
 from mopd.student import output_head
 from mopd.student.critic import Critic
+from mopd.student.expert_bias import ExpertBiases
 from mopd.student.families.base import Family
 from mopd.student.forwards import Forwards, Sequences
 from mopd.student.loss_head import LossHead
@@ -58,6 +59,8 @@ class Parts:
     optimizer: Optimizer
     head: LossHead
     critic: Critic | None
+    biases: ExpertBiases | None
+    """Where they are trained."""
     forwards: Forwards
 
     def logprobs(
@@ -88,6 +91,11 @@ def build(setting: Setting, source: SafetensorsFolder) -> Parts:
     if config.freeze_routers:
         models.freeze_routers(model)
     replay = RoutingReplay(model) if config.routing_replay else None
+    biases: ExpertBiases | None = None
+    if config.router_bias_update_rate > 0 and not config.freeze_routers:
+        biases = ExpertBiases(
+            model, config.router_bias_update_rate, recomputed=config.recompute == "layers"
+        )
     weights = ShardedWeights(
         slots,
         (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()),
@@ -118,9 +126,10 @@ def build(setting: Setting, source: SafetensorsFolder) -> Parts:
         dp_rank=ps.get_data_parallel_rank(),
         speaks=speaks,
         replay=replay,
+        biases=biases,
         head=response_rows,
     )
-    return Parts(model, weights, ddp, optimizer, head, critic, forwards)
+    return Parts(model, weights, ddp, optimizer, head, critic, biases, forwards)
 
 
 def _wrap(model: Any, config: StudentConfig) -> Any:

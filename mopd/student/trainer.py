@@ -20,6 +20,7 @@ from mopd.config.schema import StudentConfig
 from mopd.errors import ModelError
 from mopd.student import batching, checkpoint, cpu_platform, model, parallel, parts, routing
 from mopd.student.critic import FILE
+from mopd.student.expert_bias import check_rate
 from mopd.student.opening import open_checkpoint
 from mopd.student.publishing import Publisher
 from mopd.student.save_hf import copy_settings, without_padding_tokens
@@ -70,6 +71,7 @@ class StudentRank:
                 f"{self.family.vocabulary} rows; expected no more ids than rows."
             )
         learning_rate(0, config.optimizer, total_steps)  # an unknown schedule is refused now
+        check_rate(config, self.family)
         parallel.check_layout(config.parallel, self.family, world_size)
         self._groups_before = parallel.start(
             config.parallel, rank, world_size, master_addr, master_port, seed

@@ -48,6 +48,7 @@ class Updates:
     def step(self, samples: Sequence[TrainSample], step_index: int) -> dict[str, float]:
         """See `StudentRank.step`; the samples are such as can be trained on."""
         optimizer, critic = self._parts.optimizer, self._parts.critic
+        biases = self._parts.biases
         domains = self._setting.domains
         lr = learning_rate(step_index, self._setting.config.optimizer, self._total_steps)
         parts = batching.updates(samples, self._epochs, self._minibatches)
@@ -68,6 +69,8 @@ class Updates:
             norms.append(optimizer.step(lr, where) if kept else 0.0)
             if critic is not None:
                 (critic.step if kept else critic.forget)()
+            if biases is not None and kept:
+                biases.update()
             losses.append(loss)
             sums += part_sums
         return {
@@ -110,6 +113,8 @@ class Updates:
         update = Update.of(samples, before.old, before.advantages)
         parts.ddp.zero_grad_buffer()
         parts.optimizer.zero_grad()
+        if parts.biases is not None:
+            parts.biases.forget()  # what an update that was not made has left
         sequences = [(s.prompt_ids, s.response_ids) for s in samples]
         plans = forwards.plan(sequences)
         total = torch.zeros(
