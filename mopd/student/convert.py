@@ -7,7 +7,7 @@ Megatron-Core programs at any tensor, pipeline or expert parallelism, and the ot
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from mopd.config.schema import ParallelConfig, StudentConfig
 from mopd.errors import ModelError
 from mopd.student import checkpoint, cpu_platform, megatron_format, model, parallel
 from mopd.student.files import replace_directory
-from mopd.student.opening import open_checkpoint
+from mopd.student.opening import open_checkpoint, read_settings
 from mopd.student.save_hf import copy_settings
 from mopd.student.weights import SafetensorsFolder, ShardedWeights
 
@@ -29,14 +29,13 @@ Tick = Callable[[str], None]
 def to_megatron(source: Path, out: Path, dtype: str, port: int) -> int:
     """Write a Hugging Face folder as a Megatron distributed checkpoint; returns how many tensors.
 
-    Raises ModelError for a source of another shape than its config's, and where `out` exists.
+    Raises ModelError for a source of another shape than its config's, and where `out` exists or
+    cannot be written.
     """
     _require_new(out)
-    with _model(source, dtype, port) as (built, weights, tensors):
+    with _model(source, dtype, port, out) as (built, weights, tensors, partial):
         with progress("read", len(tensors)) as tick:
             weights.load(SafetensorsFolder(source), tensors, tick)
-        partial = out.with_name(f".{out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         print(f"writing {out}", flush=True)
         megatron_format.save(built, {"": tensors}, partial)
@@ -48,28 +47,26 @@ def to_hugging_face(source: Path, out: Path, like: Path, dtype: str, port: int) 
     """Write `source` as a Hugging Face folder with the config and tokenizer of `like`.
 
     `source`: a Megatron distributed checkpoint, or one of a run (``RUN/checkpoints/step_N``).
-    Raises ModelError for a checkpoint of another model than `like`, and where `out` exists.
+    Raises ModelError for a checkpoint of another model than `like`, and where `out` exists or
+    cannot be written.
     """
     _require_new(out)
-    own = next((f for f in (source, source / "student") if (f / checkpoint.STATE).is_file()), None)
+    own = run_checkpoint(source)
     if own is None and not (source / "metadata.json").is_file():
         raise ModelError(
-            f"{source}: neither a run's checkpoint (no {checkpoint.STATE}, also not in student/) "
-            "nor a Megatron distributed checkpoint (no metadata.json)."
+            f"{source}: neither a run's checkpoint (no {checkpoint.STATE} of a student, also not "
+            "in student/) nor a Megatron distributed checkpoint (no metadata.json)."
         )
-    with _model(like, dtype, port) as (built, weights, tensors):
+    with _model(like, dtype, port, out) as (built, weights, tensors, partial):
         if own is not None and not (own / checkpoint.MEGATRON).is_dir():
             files = SafetensorsFolder(own / checkpoint.WEIGHTS)
-            family, _ = open_checkpoint(like)
-            files.check(family.shapes())
+            files.check(open_checkpoint(like)[0].shapes())
             with progress("read", len(tensors)) as tick:
                 weights.load(files, tensors, tick)
         else:
             folder = source if own is None else own / checkpoint.MEGATRON
             print(f"reading {folder}", flush=True)
-            _read_megatron(built, folder)
-        partial = out.with_name(f".{out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+            megatron_format.load_weights(built, tensors, folder)
         copy_settings(like, partial, dtype)
         with progress("write", len(weights.manifest(tensors))) as tick:
             weights.write(tensors, partial / checkpoint.WEIGHTS, tick=tick)
@@ -77,51 +74,48 @@ def to_hugging_face(source: Path, out: Path, like: Path, dtype: str, port: int) 
         return len(tensors)
 
 
-def _read_megatron(built: Any, source: Path) -> None:
-    """Fill the model; every tensor must be there, in the shape it has here."""
-    from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    try:
-        with cpu_platform.quiet_build():
-            loaded = dist_checkpointing.load(built.sharded_state_dict(), str(source))
-        built.load_state_dict(loaded, strict=True)
-    # torch's own is no Exception, and unpickling raises anything.
-    except (Exception, CheckpointException) as error:
-        raise ModelError(
-            f"{source}: not a Megatron checkpoint of this model "
-            f"({megatron_format.first_cause(error)}). Check that --like names the folder it was "
-            "trained from."
-        ) from error
+def run_checkpoint(source: Path) -> Path | None:
+    """The student's folder of a run's checkpoint, or None. A step's folder has a state.json of the
+    run's own beside it, so that the file alone says nothing."""
+    for folder in (source / "student", source):
+        weights = (folder / checkpoint.WEIGHTS, folder / checkpoint.MEGATRON)
+        if (folder / checkpoint.STATE).is_file() and any(each.exists() for each in weights):
+            return folder
+    return None
 
 
 @contextlib.contextmanager
-def _model(folder: Path, dtype: str, port: int) -> Iterator[tuple[Any, ShardedWeights, Any]]:
-    """(Megatron model with random weights, its mapping, its tensors by Megatron name)."""
+def _model(
+    folder: Path, dtype: str, port: int, out: Path
+) -> Iterator[tuple[Any, ShardedWeights, Any, Path]]:
+    """(Megatron model with random weights, its mapping, its tensors by Megatron name, a place to
+    write in that is gone afterwards)."""
     with cpu_platform.quiet_build():  # its imports
         cpu_platform.install()
     config = StudentConfig(model=str(folder), dtype=dtype)
     family, _ = open_checkpoint(folder)
+    partial = out.with_name(f".{out.name}.partial")
     before = parallel.start(ParallelConfig(), 0, 1, "127.0.0.1", port, 0)
     try:
+        shutil.rmtree(partial, ignore_errors=True)
         built = model.build(family, config, family.vocabulary)
         tensors = model.state(built)
-        yield built, ShardedWeights(model.slots(built, family), (0, 1), (0, 1)), tensors
+        yield built, ShardedWeights(model.slots(built, family), (0, 1), (0, 1)), tensors, partial
+    except OSError as error:
+        raise ModelError(f"{out}: could not be written ({error}).") from error
     finally:
+        shutil.rmtree(partial, ignore_errors=True)
         parallel.stop(before)
 
 
 def _require_new(out: Path) -> None:
-    if out.exists():
+    if os.path.lexists(out):
         raise ModelError(f"{out} exists already; give another place, or remove it first.")
 
 
 def dtype_of(folder: Path) -> str:
     """What a Hugging Face folder's config says its weights are kept in."""
-    try:
-        settings = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder}: no readable config.json ({error}).") from error
+    settings = read_settings(folder)
     dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
     if dtype not in model.DTYPES:
         raise ModelError(

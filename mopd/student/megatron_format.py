@@ -12,9 +12,10 @@ gloo. But a moment has the shape of its parameter, so the parameter's place in t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import queue
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,27 +154,57 @@ def load(model: Any, into: Groups, folder: Path) -> None:
     Names and shapes are checked before anything is read. Raises ModelError for a folder that is
     not a whole checkpoint of this model.
     """
-    from megatron.core import dist_checkpointing
+    with _reading(folder, "Go on from the checkpoint before it."):
+        sharded, tensors = _targets(model, into)
+        _check(sharded, folder)
+        _read(sharded, tensors, folder)
+
+
+def load_weights(model: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill the weights alone, of a run's checkpoint or of a Megatron program's; in one process,
+    whose model has as many rows as its vocabulary.
+
+    Raises ModelError for a folder that is not a whole checkpoint of this model: with a tensor too
+    many or too few, in another shape, or with rows of another vocabulary.
+    """
+    with _reading(folder, "Check that it is whole, and of the model that it is to become."):
+        sharded, tensors = _targets(model, {"": weights})
+        _check_rows(_check(sharded, folder, passed_over="optimizer."), folder)
+        _read(sharded, tensors, folder)
+
+
+@contextlib.contextmanager
+def _reading(folder: Path, advice: str) -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
-    detached = {p: {n: t.detach() for n, t in tensors.items()} for p, tensors in into.items()}
-    sharded, _ = _sharded(model, detached)
     try:
-        _check(sharded, folder)
         with cpu_platform.quiet_build(), torch.no_grad():
-            loaded = dist_checkpointing.load(sharded, str(folder))
-            for prefix, tensors in detached.items():
-                for name, tensor in tensors.items():
-                    # Most are read in place; what is stored in pieces (gate and up) is not.
-                    if loaded[prefix + name] is not tensor:
-                        tensor.copy_(loaded[prefix + name])
+            yield
     except ModelError:
         raise
-    except (Exception, CheckpointException) as error:  # unpickling raises anything
+    # torch's own is no Exception, and unpickling raises anything.
+    except (Exception, CheckpointException) as error:
         raise ModelError(
-            f"{folder}: not a whole Megatron checkpoint of this run ({first_cause(error)}). "
-            "Go on from the checkpoint before it."
+            f"{folder}: not a whole Megatron checkpoint of this model ({first_cause(error)}). "
+            f"{advice}"
         ) from error
+
+
+def _targets(model: Any, into: Groups) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The tensors to fill, with their places in the whole and as they are, by prefixed name."""
+    detached = {p: {n: t.detach() for n, t in tensors.items()} for p, tensors in into.items()}
+    flat = {p + n: tensor for p, tensors in detached.items() for n, tensor in tensors.items()}
+    return _sharded(model, detached)[0], flat
+
+
+def _read(sharded: dict[str, Any], tensors: Mapping[str, Tensor], folder: Path) -> None:
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load(sharded, str(folder))
+    for name, tensor in tensors.items():
+        # Most are read in place; what is stored in pieces (gate and up) is not.
+        if loaded[name] is not tensor:
+            tensor.copy_(loaded[name])
 
 
 def _sharded(model: Any, tensors: Groups) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -193,8 +224,15 @@ def _sharded(model: Any, tensors: Groups) -> tuple[dict[str, Any], dict[str, Any
     return out, {n: place for n, place in places.items() if isinstance(place, ShardedObject)}
 
 
-def _check(sharded: Mapping[str, Any], folder: Path) -> None:
-    """Raise ModelError naming what `folder` has too little, too much, or in another shape."""
+def _check(
+    sharded: Mapping[str, Any], folder: Path, passed_over: str | None = None
+) -> dict[str, tuple[int, Any]]:
+    """Raise ModelError naming what `folder` has too little, too much, or in another shape.
+
+    passed_over: beginning of the names that may be there.
+    Returns, of what is cut by the vocabulary's rows, by name: the rows wanted, and Megatron's
+    description of what is there.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
@@ -211,10 +249,13 @@ def _check(sharded: Mapping[str, Any], folder: Path) -> None:
     everywhere: list[dict[str, tuple[tuple[int, ...], bool]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everywhere, expected)
     wanted = {key: value for part in everywhere for key, value in part.items()}
+    there = dist_checkpointing.load_tensors_metadata(str(folder))
     found = {
         key: tuple(value.global_shape)
-        for key, value in dist_checkpointing.load_tensors_metadata(str(folder)).items()
+        for key, value in there.items()
+        if passed_over is None or not key.startswith(passed_over)
     }
+    both = wanted.keys() & found.keys()
     problems = []
     for what, names in (
         ("missing", wanted.keys() - found.keys()),
@@ -222,8 +263,8 @@ def _check(sharded: Mapping[str, Any], folder: Path) -> None:
         (
             "of another shape",
             {
-                key
-                for key in wanted.keys() & found.keys()
+                f"{key} {list(found[key])} (expected {list(wanted[key][0])})"
+                for key in both
                 # Rows that pad the vocabulary come and go with tp.
                 if wanted[key][0][wanted[key][1] :] != found[key][wanted[key][1] :]
             },
@@ -235,6 +276,29 @@ def _check(sharded: Mapping[str, Any], folder: Path) -> None:
     if problems:
         raise ModelError(
             f"{folder}: tensors do not fit the model: {'; '.join(problems)}. Nothing was loaded."
+        )
+    return {key: (wanted[key][0][0], there[key]) for key in both if wanted[key][1]}
+
+
+def _check_rows(rows: Mapping[str, tuple[int, Any]], folder: Path) -> None:
+    """Raise ModelError where an embedding or head is not that of the model's vocabulary, with or
+    without rows of 0 that only pad it."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    for key, (wanted, there) in rows.items():
+        found = there.global_shape[0]
+        if found > wanted:
+            whole = torch.empty(there.global_shape, dtype=there.dtype)
+            place = {key: ShardedTensor.from_rank_offsets(key, whole)}
+            if not dist_checkpointing.load(place, str(folder))[key][wanted:].any():
+                continue
+        elif found == wanted:
+            continue
+        raise ModelError(
+            f"{folder}: {key} has {found} rows, the model's vocabulary {wanted}"
+            + (", and the rows past those are not 0 as padding is" if found > wanted else "")
+            + ". Nothing was loaded."
         )
 
 

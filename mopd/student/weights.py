@@ -23,6 +23,9 @@ from mopd.student.files import TensorWriter
 
 BUCKET_BYTES = 256 * 1024**2
 _SHOWN = 8
+_FLOATS = ("F64", "F32", "F16", "BF16")
+"""safetensors' names of what weights and moments may be kept in. Quantised ones are numbers of
+another meaning."""
 
 
 class SafetensorsFolder:
@@ -34,12 +37,15 @@ class SafetensorsFolder:
         files = self._files()
         self._file_of: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         for file in files:
             try:
                 with safe_open(file, framework="pt") as f:
                     for name in f.keys():
                         self._file_of[name] = file
-                        self.shapes[name] = tuple(f.get_slice(name).get_shape())
+                        tensor = f.get_slice(name)
+                        self.shapes[name] = tuple(tensor.get_shape())
+                        self._dtypes[name] = tensor.get_dtype()
             except Exception as error:  # safetensors raises its own untyped errors
                 raise ModelError(f"{file}: not a readable safetensors file ({error}).") from error
 
@@ -51,8 +57,14 @@ class SafetensorsFolder:
             raise ModelError(f"{source}: no such file. Expected one with the weights.")
         index = source / "model.safetensors.index.json"
         if index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            files = [source / name for name in sorted(names)]
+            try:
+                names = set(json.loads(index.read_text())["weight_map"].values())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ModelError(
+                    f"{index}: not a safetensors index ({type(error).__name__}: {error}). Expected "
+                    'a JSON object with "weight_map": tensor name -> file name.'
+                ) from error
+            files = [source / str(name) for name in sorted(names, key=str)]
         else:
             files = [source / "model.safetensors"]
         missing = [f for f in files if not f.is_file()]
@@ -84,6 +96,14 @@ class SafetensorsFolder:
                     f"{name} {list(got[name])} (expected {list(expected[name])})"
                     for name in sorted(expected.keys() & got.keys())
                     if got[name] != tuple(expected[name])
+                ],
+            ),
+            _named(
+                f"of another type than {', '.join(_FLOATS)}",
+                [
+                    f"{name} ({self._dtypes[name]})"
+                    for name in sorted(expected.keys() & got.keys())
+                    if self._dtypes[name] not in _FLOATS
                 ],
             ),
         ]

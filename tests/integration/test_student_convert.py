@@ -50,8 +50,76 @@ def test_to_megatron_and_back(tmp_path: Path) -> None:
 
     other = make_checkpoint(tmp_path / "other", "deepseek", hidden_size=32)
     wrong = convert("to-hf", megatron, tmp_path / "wrong", "--like", other)
-    assert wrong.returncode == 1 and "not a Megatron checkpoint of this model" in wrong.stderr
+    assert wrong.returncode == 1 and "tensors do not fit the model" in wrong.stderr
     assert not (tmp_path / "wrong").exists()
+
+
+def _wrong_models(folder: Path, ports: list[int]) -> None:
+    """A Megatron checkpoint becomes no model that lacks some of it, or has more."""
+    import torch
+    from safetensors.torch import load_file
+
+    from mopd.config.schema import ParallelConfig, StudentConfig
+    from mopd.errors import ModelError
+    from mopd.student import megatron_format, model, parallel
+    from mopd.student.convert import to_hugging_face, to_megatron
+    from mopd.student.opening import open_checkpoint
+
+    torch.set_num_threads(1)
+    for name, kind, options in (
+        ("moe", "moe", {}),
+        ("deep", "moe", {"num_hidden_layers": 4}),
+        ("mixtral", "mixtral", {}),
+        ("dense", "dense", {}),
+        ("tied", "tied", {}),
+        ("wide", "dense", {"vocab_size": 96}),
+        ("narrow", "dense", {"vocab_size": 64}),
+    ):
+        make_checkpoint(folder / name, kind, **options)
+    for name in ("moe", "deep", "dense"):
+        to_megatron(folder / name, folder / f"{name}_megatron", "float32", ports[0])
+    before = {file.name for file in folder.iterdir()}
+    for source, like, fault in (
+        ("deep", "moe", r"18 unexpected: decoder\.layers\.2"),
+        ("moe", "mixtral", r"4 unexpected: .*k_layernorm"),
+        ("dense", "tied", r"1 unexpected: output_layer\.weight"),
+        ("dense", "wide", r"has 67 rows, the model's vocabulary 96"),
+        ("dense", "narrow", r"has 67 rows, the model's vocabulary 64, and .* not 0"),
+    ):
+        with pytest.raises(ModelError, match=fault):
+            to_hugging_face(
+                folder / f"{source}_megatron", folder / "out", folder / like, "float32", ports[0]
+            )
+        assert {file.name for file in folder.iterdir()} == before  # nothing is left behind
+    with pytest.raises(ModelError, match="could not be written .*Not a directory"):
+        under = folder / "moe" / "config.json" / "out"
+        to_megatron(folder / "moe", under, "float32", ports[0])
+
+    # Rows of 0 pad a vocabulary that tensor parallelism did not divide.
+    groups = parallel.start(ParallelConfig(), 0, 1, "127.0.0.1", ports[0], 0)
+    family, _ = open_checkpoint(folder / "dense")
+    padded = model.build(family, StudentConfig(model=str(folder / "dense")), 68)
+    tensors = model.state(padded)
+    rows = ("embedding.word_embeddings.weight", "output_layer.weight")
+    for name in rows:
+        tensors[name].data[67:] = 0
+    (folder / "padded").mkdir()
+    megatron_format.save(padded, {"": tensors}, folder / "padded")
+    expected = [tensors[name][:67].clone() for name in rows]
+    parallel.stop(groups)
+    to_hugging_face(folder / "padded", folder / "cut", folder / "dense", "float32", ports[0])
+    written = load_file(folder / "cut" / "model.safetensors")
+    for name, tensor in zip(("model.embed_tokens.weight", "lm_head.weight"), expected, strict=True):
+        assert written[name].equal(tensor), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_wrong_models, args=(tmp_path, [free_port("127.0.0.1")])
+    )
+    process.start()
+    process.join(200)
+    assert process.exitcode == 0
 
 
 def _train_and_hang(folder: Path, ports: list[int]) -> None:
@@ -99,7 +167,12 @@ def _resume(folder: Path, ports: list[int]) -> None:
     student.save(folder / "other")
     expected = student.weights.collect(student._parameters())
     student.close()
-    to_hugging_face(folder / "other", folder / "hf", folder / "moe", "float32", ports[0])
+    # The whole step's folder is given, which has a state.json of the run's own.
+    step = folder / "step_000002"
+    step.mkdir()
+    (folder / "other").rename(step / "student")
+    (step / "state.json").write_text('{"step": 2}')
+    to_hugging_face(step, folder / "hf", folder / "moe", "float32", ports[0])
     written = load_file(folder / "hf" / "model.safetensors")
     assert written.keys() == expected.keys()
     assert all(written[name].equal(expected[name]) for name in expected)

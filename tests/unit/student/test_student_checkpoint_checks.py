@@ -70,6 +70,28 @@ def test_wrong_shape(change: Callable) -> None:
         open_checkpoint(config)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_quantised_tensors(change: Callable, dtype: torch.dtype) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    config = change(lambda t: t.update({name: t[name].to(dtype)}))
+    with pytest.raises(ModelError, match=r"1 of another type than F64, .*q_proj\.weight \("):
+        open_checkpoint(config)
+
+
+@pytest.mark.parametrize("text", ["{oops", "{}", "[]", '{"weight_map": []}'])
+def test_a_broken_index(moe: Path, text: str) -> None:
+    (moe / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"index\.json: not a safetensors index"):
+        open_checkpoint(moe)
+
+
+def test_a_setting_of_another_type(moe: Path) -> None:
+    settings = json.loads((moe / "config.json").read_text())
+    (moe / "config.json").write_text(json.dumps(settings | {"hidden_size": "64"}))
+    with pytest.raises(ModelError, match="transformers refuses its config.json .*hidden_size"):
+        open_checkpoint(moe)
+
+
 def test_many_problems_are_counted(change: Callable) -> None:
     def drop_experts(tensors: Tensors) -> None:
         for name in [n for n in tensors if ".experts." in n]:
