@@ -31,6 +31,7 @@ from mopd.model_folders import (
     require_same_tokenizer,
     teacher_folders,
 )
+from mopd.student.opening import require_trainable
 from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
 
@@ -166,6 +167,8 @@ def prepare(config: Config) -> Prepared:
         require_same_tokenizer(student, local_teachers)
     with faults.collected():
         require_known_ids(student, limits, tokenizer)
+    with faults.collected():
+        require_trainable(config.student)
     domains: dict[str, DomainData] = {}
     for name, domain in config.domains.items():
         with faults.collected():

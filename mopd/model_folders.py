@@ -73,7 +73,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of many types: it reads the model's config, too
         raise ModelError(
             f"{folder}: no readable tokenizer ({error}); expected tokenizer.json and "
             "tokenizer_config.json beside the weights"
