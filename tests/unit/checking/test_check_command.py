@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import namedtuple
 from collections.abc import Iterable
 from pathlib import Path
@@ -128,6 +129,49 @@ def test_faults_of_the_configuration_do_not_hide_those_of_files(
     with pytest.raises(SystemExit) as wrong:
         main(["check"])
     assert wrong.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "without", "options", "text"),
+    [
+        ({"model_type": "gemma3_text"}, "", [], "model_type 'gemma3_text' cannot be trained"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "",
+            [],
+            "rope_parameters is",
+        ),
+        ({"hidden_size": "64"}, "", [], "'hidden_size' expected int"),
+        ({}, "model.layers.0.mlp.gate.weight", [], "1 missing: model.layers.0.mlp.gate.weight"),
+        (
+            {},
+            "",
+            ["student.freeze_routers=false", "student.router_bias_update_rate=0.001"],
+            "has no expert biases",
+        ),
+    ],
+)
+def test_a_student_that_no_rank_could_load(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, Any],
+    without: str,
+    options: list[str],
+    text: str,
+) -> None:
+    """Found without starting one: the family, its settings, its tensors, what it has not."""
+    from safetensors.torch import load_file, save_file
+
+    student = tmp_path / "student"
+    shutil.copytree(BASE, student)
+    config = json.loads((student / "config.json").read_text()) | settings
+    (student / "config.json").write_text(json.dumps(config))
+    weights = load_file(student / "model.safetensors")
+    weights.pop(without, None)
+    save_file(weights, student / "model.safetensors", metadata={"format": "pt"})
+    code, found = checked(capsys, written(tmp_path), f"student.model={student}", *options)
+    (row,) = failed(found)
+    assert code == 1 and row["part"] == "files" and text in row["detail"], row
 
 
 def test_a_teacher_that_is_not_there_fails_the_live_check(
