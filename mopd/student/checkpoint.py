@@ -200,6 +200,7 @@ def load(
     state = _read_state(directory, {"format": FORMAT, **identity})
     source = SafetensorsFolder(directory / RNG)
     random = {name: source.get(name) for name in source.shapes}
+    random_state.check(random, directory / RNG)
     # Zeros: a row that pads the vocabulary here may be in no checkpoint.
     moments = optimizer.empty_moments()
     if state.get("tensors", "huggingface") == "megatron":
@@ -249,10 +250,18 @@ def _read_state(directory: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
             f"{directory}: not a student checkpoint ({error}). Expected the folder that "
             "StudentRank.save wrote."
         ) from error
+    if not isinstance(state, dict):
+        raise ModelError(f"{directory / STATE}: expected a JSON object, got {state!r:.80}.")
     for key, expected in identity.items():
         if state.get(key) != expected:
             raise ModelError(
                 f"{directory}: the checkpoint's {key} is {state.get(key)!r}, this run's is "
                 f"{expected!r}. Resume with the configuration it was written with."
             )
+    steps, kind = state.get("optimizer_steps"), state.get("tensors", "huggingface")
+    if type(steps) is not int or steps < 0 or kind not in ("huggingface", "megatron"):
+        raise ModelError(
+            f"{directory / STATE}: optimizer_steps {steps!r}, tensors {kind!r}; expected a count, "
+            "and huggingface or megatron. The file is damaged: go on from the checkpoint before it."
+        )
     return state

@@ -11,11 +11,13 @@ it had not been interrupted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mopd.errors import ModelError
 from mopd.student import cpu_platform
 
 
@@ -33,6 +35,18 @@ def gather() -> dict[str, Tensor]:
         every = [{} for _ in range(dist.get_world_size())]
     dist.gather_object(mine, every)
     return {} if every is None else {n: torch.stack([each[n] for each in every]) for n in mine}
+
+
+def check(saved: Mapping[str, Tensor], where: Path) -> None:
+    """Raise ModelError for what `restore` could not set torch's generator to."""
+    expected = torch.get_rng_state().numel()
+    cpu = saved.get("cpu")
+    if cpu is None or cpu.dtype is not torch.uint8 or not cpu.numel() or cpu.shape[-1] != expected:
+        got = "nothing" if cpu is None else f"{cpu.dtype} {list(cpu.shape)}"
+        raise ModelError(
+            f"{where}: cpu is {got}; expected torch.uint8 [ranks, {expected}], the states of "
+            "torch's generators. Go on from the checkpoint before it."
+        )
 
 
 def restore(saved: Mapping[str, Tensor], *, same_layout: bool) -> None:

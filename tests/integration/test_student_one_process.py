@@ -347,6 +347,62 @@ def expert_bias_stays(c: Context) -> None:
     assert moved == [[True, True], [True, False], [False, False]]
 
 
+def expert_biases_count_tokens(c: Context) -> None:
+    """C22: however the samples are cut into forwards, biases move by where their tokens went, and
+    not by padding; and not at all with an update that is not made."""
+    from student_tiny import make_checkpoint
+
+    from mopd.errors import ModelError
+
+    # One long answer and five of one token: side by side, most positions are padding.
+    short = [
+        replace(s, **{n: getattr(s, n)[:1] for n in ("response_ids", "sampler_logprobs")})
+        for s in SAMPLES[:5]
+    ]
+    short = [replace(s, teacher_logprobs=s.teacher_logprobs[:1]) for s in short]
+    long = replace(
+        SAMPLES[5],
+        response_ids=tuple(2 + i % 50 for i in range(60)),
+        sampler_logprobs=(-2.0,) * 60,
+        teacher_logprobs=(-2.5,) * 60,
+    )
+    samples, rate = [*short, long], 1e-2
+    trained = {"freeze_routers": False, "router_bias_update_rate": rate}
+    make_checkpoint(c.folder / "ungrouped", "deepseek", seed=1, n_group=1, topk_group=1)
+    moves = []
+    for options in (
+        {"micro_batch_size": 1},
+        {"micro_batch_size": 8},
+        {"micro_batch_size": 8, "recompute": "layers"},
+        {"packing": True, "max_tokens_per_microbatch": 80},
+    ):
+        student = c.student("ungrouped", world=1, **trained, **options)
+        bias = student._parameters()["decoder.layers.1.mlp.router.expert_bias"]
+        before = bias.clone()
+        student.step(samples, 0)
+        moves.append(((bias - before) / rate).round().tolist())
+        student.close()
+    assert set(moves[0]) == {-1.0, 1.0} and all(m == moves[0] for m in moves), moves
+
+    student = c.student(
+        "ungrouped", world=1, **trained, objective={"truncation": {"kind": "icepop"}}
+    )
+    bias = student._parameters()["decoder.layers.1.mlp.router.expert_bias"]
+    before = bias.clone()
+    dead = [
+        replace(s, sampler_logprobs=tuple(x - 200 for x in s.sampler_logprobs)) for s in samples
+    ]
+    assert student.step(dead, 0)["grad_norm"] == 0.0
+    assert bias.equal(before)
+    broken = [replace(samples[0], weight=float("nan")), *samples[1:]]
+    with pytest.raises(ModelError, match="this update was not made"):
+        student.step(broken, 0)
+    assert bias.equal(before)
+    student.step(samples, 0)
+    assert not bias.equal(before)
+    student.close()
+
+
 def unfrozen_routers_train(c: Context) -> None:
     """The switch does something: without it the routers move, and their gradient is checked."""
     student = c.student("moe", world=1, freeze_routers=False)
@@ -532,8 +588,10 @@ def interrupted_save(c: Context) -> None:
 def wrong_checkpoints(c: Context) -> None:
     """C34 on resuming: cut off, of another architecture, short of a tensor or with one too many:
     named, and nothing is loaded."""
+    import json
     import shutil
 
+    import torch
     from safetensors.torch import load_file, save_file
 
     from mopd.errors import ModelError
@@ -562,6 +620,21 @@ def wrong_checkpoints(c: Context) -> None:
         student.load(c.folder / "extra")
     with pytest.raises(ModelError, match="not a student checkpoint"):
         student.load(c.folder / "nothing here")
+    shutil.copytree(c.folder / "good", c.folder / "damaged")
+    state = json.loads((c.folder / "good" / "state.json").read_text())
+    for text, fault in (
+        ("[]", "expected a JSON object"),
+        (json.dumps({k: v for k, v in state.items() if k != "optimizer_steps"}), "steps None"),
+        (json.dumps(state | {"optimizer_steps": -1}), "optimizer_steps -1"),
+        (json.dumps(state | {"tensors": "zip"}), "tensors 'zip'"),
+    ):
+        (c.folder / "damaged" / "state.json").write_text(text)
+        with pytest.raises(ModelError, match=fault):
+            student.load(c.folder / "damaged")
+    (c.folder / "damaged" / "state.json").write_text(json.dumps(state))
+    save_file({"cpu": torch.zeros(7, dtype=torch.uint8)}, c.folder / "damaged" / "rng.safetensors")
+    with pytest.raises(ModelError, match=r"rng\.safetensors: cpu is torch\.uint8 \[7\]"):
+        student.load(c.folder / "damaged")
     assert all(p.equal(weights[n]) for n, p in student.model.named_parameters())
     student.config.checkpoint_format = "megatron"
     student.save(c.folder / "good_megatron")
@@ -595,6 +668,7 @@ CASES = [
     refused_samples,
     not_finite,
     expert_bias_stays,
+    expert_biases_count_tokens,
     unfrozen_routers_train,
     replayed_routes,
     head_in_float32,
