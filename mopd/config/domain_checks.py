@@ -97,7 +97,7 @@ def check_verifier(domain: DomainConfig, key: str) -> Iterator[str]:
         yield f"{key}.verifier needs either name or target (package.module:function), got {got}"
         return
     defaults = VerifierConfig()
-    for field in ("memory_gib", "network"):
+    for field in ("memory_gib", "network", "env"):
         if verifier.target is None and getattr(verifier, field) != getattr(defaults, field):
             yield f"{key}.verifier.{field} bounds code of yours (target); {verifier.name} is ours"
     if verifier.target is not None and not _TARGET.match(verifier.target):

@@ -152,6 +152,7 @@ class VerifierConfig:
     timeout_s: float = 10.0
     memory_gib: float = 4.0  # of target's process, and of each that it starts
     network: bool = False  # whether target's process may use it
+    env: list[str] = field(default_factory=list)  # variables that target's process may see, too
 
 
 @dataclass

@@ -8,13 +8,25 @@ cannot be taken back. Memory is bounded for each process by RLIMIT_AS. Files are
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import resource
 import signal
 import struct
 import sys
+from collections.abc import Iterable, Mapping
 
 from mopd.errors import ConfigError
+
+HARMLESS = frozenset(
+    """
+    PATH PYTHONPATH PYTHONHASHSEED PYTHONDONTWRITEBYTECODE LD_LIBRARY_PATH VIRTUAL_ENV CONDA_PREFIX
+    HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP
+    OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS CUDA_VISIBLE_DEVICES
+    HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE
+    """.split()
+)
+"""Variables that every program needs, or none is harmed by; so is what begins with LC_."""
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
@@ -27,6 +39,19 @@ _X32 = 0x40000000
 """System calls of x86-64's other interface begin here."""
 _AF_UNIX = 1
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+
+
+def allowed_environment(where: str, more: Iterable[str]) -> dict[str, str]:
+    """This process's variables that are harmless, or named in `more`: teachers' tokens, and
+    whatever else is secret, are not for code that nobody has read.
+
+    ConfigError (starting with `where`) for a name in `more` that is not set.
+    """
+    have: Mapping[str, str] = os.environ
+    if unset := [name for name in more if name not in have]:
+        raise ConfigError(f"{where}.env: {', '.join(unset)} is not set; set it, or leave it out")
+    passed = HARMLESS.union(more)
+    return {n: value for n, value in have.items() if n in passed or n.startswith("LC_")}
 
 
 def confine(where: str, memory_gib: float, network: bool) -> None:

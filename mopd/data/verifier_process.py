@@ -1,4 +1,4 @@
-"""A user's verifier in a process of its own, with a deadline, bounded memory and no network.
+"""A user's verifier in a process of its own: a deadline, bounded memory, no network, no secrets.
 
 What comes back from it is JSON, checked here: code that nobody has read must not be able to send
 objects that this process would then build (pickle would run what they say).
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.schema import DomainConfig
-from mopd.data.confinement import confine, end_with_parent
+from mopd.data.confinement import allowed_environment, confine, end_with_parent
 from mopd.data.verifiers import VerifierError, as_verdict, build_verifier
 from mopd.errors import ConfigError
 from mopd.types import Prompt, Verdict
@@ -47,6 +47,9 @@ class VerifierProcess:
         self._limit_s = config.verifier.timeout_s
         self._asked = 0
         self._pipe, theirs = Pipe()
+        environment = dict(os.environ)
+        if config.verifier.target is not None:
+            environment = allowed_environment(self._where, config.verifier.env)
         root = str(Path(__file__).resolve().parents[2])  # found from any working directory
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
@@ -54,7 +57,7 @@ class VerifierProcess:
                 [sys.executable, "-m", "mopd.data.verifier_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": path},
+                env=environment | {"PYTHONPATH": path},
                 start_new_session=True,  # so that what it starts can be ended with it
             )
         try:

@@ -51,6 +51,7 @@ def test_the_keys_reach_the_client() -> None:
             "network=true",
             "domains.math.verifier.network bounds code of yours (target); exact_match",
         ),
+        ("env=[HOME]", "domains.math.verifier.env bounds code of yours"),
         ("memory_gib=8", "domains.math.verifier.memory_gib bounds code of yours"),
         ("memory_gib=0.1", "domains.math.verifier.memory_gib must be at least 0.5"),
     ],

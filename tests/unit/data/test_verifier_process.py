@@ -51,6 +51,8 @@ def judge(prompt, answer):
         Connection(int(sys.argv[1])).send(Bomb())
     if answer == "ahead":
         Connection(int(sys.argv[1])).send_bytes(b'{"number": 99, "correct": true, "score": 1}')
+    if answer.startswith("env "):
+        return os.environ.get(answer[4:]) == prompt.answer
     return answer == "right"
 """
 
@@ -87,6 +89,22 @@ def test_it_has_no_network_unless_told_otherwise(domain: DomainConfig, listening
     with VerifierProcess("d", domain) as judge:
         assert not judge(listening, "tcp").correct  # it came through
         assert judge(listening, "by a child").correct
+
+
+def test_it_sees_no_secrets_but_what_it_is_given(
+    domain: DomainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MATH_TEACHER", "JUDGE_DATA"):
+        monkeypatch.setenv(name, "s3cret")
+    prompt = Prompt("d/0", "d", "?", (1,), answer="s3cret")
+    assert domain.verifier is not None
+    domain.verifier.env = ["JUDGE_DATA"]
+    with VerifierProcess("d", domain) as judge:
+        assert not judge(prompt, "env MATH_TEACHER").correct
+        assert judge(prompt, "env JUDGE_DATA").correct
+    domain.verifier.env = ["JUDGE_DATA", "NOT_SET_HERE"]
+    with pytest.raises(ConfigError, match=r"domains.d.verifier.env: NOT_SET_HERE is not set"):
+        VerifierProcess("d", domain)
 
 
 def test_its_memory_is_bounded(domain: DomainConfig, listening: Prompt) -> None:
