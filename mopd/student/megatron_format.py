@@ -154,7 +154,7 @@ def load(model: Any, into: Groups, folder: Path) -> None:
     Names and shapes are checked before anything is read. Raises ModelError for a folder that is
     not a whole checkpoint of this model.
     """
-    with _reading(folder, "Go on from the checkpoint before it."):
+    with _reading(folder, "run", "Go on from the checkpoint before it."):
         sharded, tensors = _targets(model, into)
         _check(sharded, folder)
         _read(sharded, tensors, folder)
@@ -167,14 +167,14 @@ def load_weights(model: Any, weights: Mapping[str, Tensor], folder: Path) -> Non
     Raises ModelError for a folder that is not a whole checkpoint of this model: with a tensor too
     many or too few, in another shape, or with rows of another vocabulary.
     """
-    with _reading(folder, "Check that it is whole, and of the model that it is to become."):
+    with _reading(folder, "model", "Check that it is whole, and which model it is of."):
         sharded, tensors = _targets(model, {"": weights})
         _check_rows(_check(sharded, folder, passed_over="optimizer."), folder)
         _read(sharded, tensors, folder)
 
 
 @contextlib.contextmanager
-def _reading(folder: Path, advice: str) -> Iterator[None]:
+def _reading(folder: Path, whose: str, advice: str) -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -185,7 +185,7 @@ def _reading(folder: Path, advice: str) -> Iterator[None]:
     # torch's own is no Exception, and unpickling raises anything.
     except (Exception, CheckpointException) as error:
         raise ModelError(
-            f"{folder}: not a whole Megatron checkpoint of this model ({first_cause(error)}). "
+            f"{folder}: not a whole Megatron checkpoint of this {whose} ({first_cause(error)}). "
             f"{advice}"
         ) from error
 

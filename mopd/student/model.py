@@ -148,8 +148,9 @@ def build(family: Family, config: StudentConfig, vocabulary: int) -> Any:
     `vocabulary` is the padded number of rows, a multiple of tp. Process groups must exist.
     """
     from megatron.core import parallel_state as ps
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
+    with cpu_platform.quiet_build():
+        from megatron.core.models.gpt.gpt_model import GPTModel
     megatron = transformer_config(family, config)
     with cpu_platform.quiet_build():
         model = GPTModel(
