@@ -114,8 +114,8 @@ class BackgroundSave:
         if dist.get_rank() == 0:
             try:
                 self._beside.write()
-            except OSError as error:
-                self._failure = str(error)
+            except Exception as error:  # whatever it is, `finish` must know
+                self._failure = str(error) or type(error).__name__
         self._took_s = time.monotonic() - began
 
     def written(self) -> bool:

@@ -49,9 +49,19 @@ class Writing:
 
     def __init__(self, model: Any, tensors: Groups, folder: Path) -> None:
         """Plan which rank writes what into `folder`, which rank 0 has made. Collective."""
-        from megatron.core import dist_checkpointing
+        from megatron.core import dist_checkpointing, parallel_state
+        from megatron.core.dist_checkpointing.serialization import (
+            get_default_save_sharded_strategy,
+        )
         from megatron.core.dist_checkpointing.strategies import filesystem_async
+        from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+            FullyParallelSaveStrategyWrapper,
+        )
 
+        # What data-parallel ranks hold alike is dealt to them, not written by the first.
+        strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy(), parallel_state.get_data_parallel_group()
+        )
         # Megatron collects the writers' results in a queue of a further process, which outlives a
         # rank that is killed. Ours write in this process, one after the other: no fork beside gRPC
         # threads.
@@ -59,7 +69,7 @@ class Writing:
         sharded, rest = _sharded(model, tensors)
         with cpu_platform.quiet_build():
             request = dist_checkpointing.save(
-                {**sharded, **rest}, str(folder), async_sharded_save=True
+                {**sharded, **rest}, str(folder), strategy, async_sharded_save=True
             )
         self._folder, self._finalize = folder, list(request.finalize_fns)
         self._failure: str | None = None

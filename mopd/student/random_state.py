@@ -58,7 +58,7 @@ def restore(saved: Mapping[str, Tensor], *, same_layout: bool) -> None:
     """
     cpu = saved["cpu"]
     if cpu.dim() == 1:  # written before every rank's was kept
-        cpu = cpu[None]
+        cpu, same_layout = cpu[None], False
     # Copies: given a row of a larger tensor, torch reads another place than the row's.
     torch.set_rng_state(cpu[dist.get_rank() if same_layout else 0].clone())
     if not same_layout:

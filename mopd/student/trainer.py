@@ -272,7 +272,9 @@ class StudentRank:
 
     def _further(self) -> dict[str, dict[str, Tensor]]:
         """Further files of a checkpoint."""
-        return {} if self._critic is None else {FILE: self._critic.state_dict()}
+        if self._critic is None:
+            return {}
+        return {FILE: {name: t.cpu() for name, t in self._critic.state_dict().items()}}
 
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree on to be gone on from."""
