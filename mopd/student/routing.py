@@ -106,6 +106,9 @@ def refusal(sample: TrainSample, layers: int, top_k: int, experts: int) -> str |
     expected = (len(sample.prompt_ids) + len(sample.response_ids) - 1, layers, top_k)
     if routes.shape != expected:
         return f"expert choices of shape {list(routes.shape)}, expected {list(expected)}"
-    if routes.size and int(routes.max()) >= experts:
-        return f"expert {int(routes.max())} was chosen of {experts}"
+    if routes.dtype.kind not in "iu":
+        return f"expert choices of type {routes.dtype}, expected whole numbers"
+    for chosen in (routes.min(), routes.max()) if routes.size else ():
+        if not 0 <= chosen < experts:
+            return f"expert {chosen} was chosen of {experts}"
     return None

@@ -490,8 +490,17 @@ def replayed_routes(c: Context) -> None:
         assert (got - gate).abs().max() < 1e-5 * gate.abs().max().clamp(min=0.1)
         missing = replace(samples[0], routed_experts=None)
         short = replace(samples[1], routed_experts=samples[1].routed_experts[1:])
-        reasons = student.refusals([missing, short, samples[2]])
-        assert list(reasons) == [missing.sample_id, short.sample_id]
+        odd = [
+            replace(s, routed_experts=change(s.routed_experts))
+            for s, change in (
+                (samples[2], lambda r: r.astype("int32") - 8),
+                (samples[3], lambda r: r + 0.5),
+            )
+        ]
+        reasons = student.refusals([missing, short, *odd, samples[4]])
+        assert list(reasons) == [s.sample_id for s in (missing, short, *odd)]
+        assert "expert -" in reasons[odd[0].sample_id]
+        assert "expected whole numbers" in reasons[odd[1].sample_id]
         assert "no expert choices" in reasons[missing.sample_id]
         assert "expected [" in reasons[short.sample_id]
         student.close()
