@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from mopd.config.schema import SamplingConfig
@@ -49,8 +50,9 @@ class _Stream:
         self.held.update(taken)
         return [self.prompts[index] for index in taken]
 
+    @cached_property
     def fingerprint(self) -> str:
-        """Of every prompt's id, token ids and difficulty, in order."""
+        """Of every prompt's id, token ids and difficulty, in order; they never change."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
             row = [prompt.id, prompt.token_ids, prompt.difficulty]
@@ -240,7 +242,7 @@ class Mixture:
             "domains": {
                 name: {
                     "share": str(stream.share),
-                    "prompts": stream.fingerprint(),
+                    "prompts": stream.fingerprint,
                     "drawn": stream.drawn,
                     "held": sorted(stream.held),
                     "order": stream.order.state_dict(),
@@ -286,7 +288,7 @@ class Mixture:
                 "that made it, or start a run of another name"
             )
         for name, stream in self._streams.items():
-            if saved[name]["prompts"] != stream.fingerprint():
+            if saved[name]["prompts"] != stream.fingerprint:
                 raise DataError(
                     f"domain {name!r}: its prompts are not those of the checkpoint (rows, their "
                     "difficulty or the tokenizer have changed), so it cannot be known which were "
