@@ -61,6 +61,8 @@ class Parts:
     refuse: Callable[[Rollout], str | None] = lambda _: None
     """Why a rollout cannot be trained on, or None."""
     stop_requested: Callable[[], bool] = lambda: False
+    step_begins: Callable[[int], None] = lambda _: None
+    """Called with the number of finished steps, before anything is drawn for the next one."""
     checkpoint_progress: Callable[[], Awaitable[Mapping[str, float]]] = no_metrics
     """Called in every step, while the student has nothing to do; returns how saving went."""
 
@@ -75,6 +77,7 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
     train_config, every = config.train, config.evaluation.every
     for step in range(first_step, train_config.steps):
         timer = StageTimer(parts.observer)
+        parts.step_begins(step)
         prompts = parts.prompts.draw(train_config.prompts_per_step)
         batch = await collect_step(parts, step, prompts, config, timer)
         samples, metrics = parts.credit.samples(batch.scored, step)

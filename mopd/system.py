@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mopd.build import Prepared
-from mopd.checkpoints import Checkpoint, CheckpointWriter
+from mopd.checkpoints import Checkpoint, CheckpointWriter, find_checkpoints
 from mopd.config.schema import DEVICE_TRANSPORTS
 from mopd.credit import Credit
+from mopd.errors import FailureBudgetError
 from mopd.evaluating.best_student import BestStudent, StoppedEarly
 from mopd.evaluating.training_end import conclude_training
 from mopd.evaluation.beforehand import teacher_warnings, verifier_warnings
@@ -85,6 +86,7 @@ class System:
         self._mixture = prepared.mixture()
         self._recent: Collection[Mapping[str, float]] = ()
         self._credit = Credit(prepared.config)
+        self._before: tuple[int, dict[str, Any]] = (0, {})
 
     @classmethod
     async def start(
@@ -210,7 +212,9 @@ class System:
                 done, early = stopped.step, isinstance(stopped, StoppedEarly)
                 progress.stage("checkpoint")
                 await self._checkpoint(done)
-            except Exception:
+            except Exception as error:
+                if isinstance(error, FailureBudgetError):
+                    await self._save_finished_steps(first_step)
                 lost = await self._checkpoints.rescue()
                 if lost is not None:
                     progress.warn(lost)
@@ -298,6 +302,7 @@ class System:
             checkpoint=self._checkpoint,
             refuse=self._prepared.refuse,
             stop_requested=stop_requested,
+            step_begins=self._remember,
             checkpoint_progress=self._checkpoints.progress,
         )
 
@@ -311,6 +316,27 @@ class System:
         )
 
     async def _checkpoint(self, step: int) -> None:
-        await self._checkpoints.save(
-            step, {"prompts": self._mixture.state_dict(), "credit": self._credit.state_dict()}
-        )
+        await self._checkpoints.save(step, self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the student."""
+        return {"prompts": self._mixture.state_dict(), "credit": self._credit.state_dict()}
+
+    def _remember(self, step: int) -> None:
+        """A step that loses too much has drawn prompts that it does not train on."""
+        self._before = (step, self._state())
+
+    async def _save_finished_steps(self, first_step: int) -> None:
+        """The run ends in a step that lost too much: keep what was trained before it."""
+        step, state = self._before
+        known = {checkpoint.step for checkpoint in find_checkpoints(self._run_dir)}
+        if step == first_step or step in known:
+            return
+        self._progress.stage("checkpoint")
+        try:
+            await self._sync.proven()
+            await self._checkpoints.save(step, state)
+            await self._checkpoints.finish()
+            self._progress.note(f"saved after step {step}; resume=true goes on from there")
+        except Exception as error:  # the run ends for another reason, which must be told
+            self._progress.warn(f"step {step} could not be saved: {error}")

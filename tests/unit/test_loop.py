@@ -170,7 +170,7 @@ def run(
 
     student = FakeStudent()
     parts = Parts(
-        prompts=FakePrompts(),
+        prompts=train_config.get("prompts") or FakePrompts(),
         rollouts=FakeRollouts(lost),
         teachers=FakeTeachers(teacher_failures),
         judge=FakeJudge(rewards or {}),
@@ -181,6 +181,7 @@ def run(
         observer=FakeObserver(),
         checkpoint=checkpoint,
         stop_requested=lambda: stop_after is not None and len(student.batches) >= stop_after,
+        step_begins=train_config.get("step_begins", lambda _: None),
         checkpoint_progress=train_config.get("checkpoint_progress", no_metrics),
     )
     done = asyncio.run(train(parts, config))
@@ -238,6 +239,14 @@ def test_c17_groups_are_prompts_of_one_step_also_when_samples_are_missing() -> N
     assert advantage["0:0:math/0:0"] > 0 > advantage["0:0:math/0:1"]
     assert advantage["0:2:math/1:0"] == advantage["0:2:math/1:1"] == 0.0  # all right: no signal
     assert advantage["0:1:code/0:1"] == 0.0  # its group has one member left
+
+
+def test_a_step_is_told_before_anything_is_drawn_for_it() -> None:
+    """So that what a step that loses too much has drawn can be taken back."""
+    seen: list[tuple[int, int]] = []
+    prompts = FakePrompts()
+    run(steps=3, prompts=prompts, step_begins=lambda n: seen.append((n, prompts.drawn)))
+    assert seen == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_past_the_budget_the_run_stops_and_says_why() -> None:
