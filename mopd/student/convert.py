@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,8 @@ def to_megatron(source: Path, out: Path, dtype: str, port: int) -> int:
             weights.load(SafetensorsFolder(source), tensors, tick)
         partial.mkdir(parents=True)
         print(f"writing {out}", flush=True)
-        megatron_format.save(built, {"": tensors}, partial)
+        with _watched(partial, sum(tensor.nbytes for tensor in tensors.values())):
+            megatron_format.save(built, {"": tensors}, partial)
         replace_directory(partial, out)
         return len(tensors)
 
@@ -144,3 +146,31 @@ def progress(what: str, total: int) -> Iterator[Tick]:
             print(f"{what} {done}/{total}: {name}", flush=True)
 
     yield line
+
+
+@contextlib.contextmanager
+def _watched(folder: Path, total: int) -> Iterator[None]:
+    """Progress by how many of `total` bytes lie in `folder`, which Megatron writes in one call."""
+    ended, told = threading.Event(), 0
+    with progress("write", 10) as tick:
+
+        def tell(tenths: int) -> None:
+            nonlocal told
+            while told < tenths:
+                told += 1
+                tick(f"of {total / 2**20:.1f} MiB")
+
+        def watch() -> None:
+            while not ended.wait(0.5):
+                with contextlib.suppress(OSError):  # a file that gets its name just now
+                    there = sum(file.stat().st_size for file in folder.iterdir())
+                    tell(min(9, 10 * there // total))
+
+        watching = threading.Thread(target=watch, daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watching.join()
+        tell(10)

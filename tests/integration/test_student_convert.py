@@ -39,7 +39,7 @@ def test_to_megatron_and_back(tmp_path: Path) -> None:
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     done = convert("to-megatron", source, megatron)
     assert done.returncode == 0, done.stderr
-    assert "read 10/" in done.stdout or "read " in done.stdout
+    assert "read " in done.stdout and "write 10/10: " in done.stdout
     assert (megatron / "metadata.json").is_file() and not list(tmp_path.glob(".*"))
     done = convert("to-hf", megatron, back, "--like", source)
     assert done.returncode == 0, done.stderr
