@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import queue
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +98,9 @@ class Writing:
             self._write()
         except Exception as error:
             self._failure = str(error) or type(error).__name__
+            with contextlib.suppress(OSError):  # torch's words for a full disk are not these
+                free = shutil.disk_usage(self._folder).free / 2**20
+                self._failure += f"; {free:.0f} MiB are free there"
 
     def _write(self) -> None:
         """What Megatron's `write_preloaded_data_multiproc` does with a process for each file."""

@@ -65,6 +65,12 @@ class SafetensorsFolder:
                     'a JSON object with "weight_map": tensor name -> file name.'
                 ) from error
             files = [source / str(name) for name in sorted(names, key=str)]
+            whole = source / "model.safetensors"
+            if whole.is_file() and whole not in files:
+                raise ModelError(
+                    f"{source}: both model.safetensors and the files of {index.name} are there; "
+                    "some programs read the one, some the others. Remove what is not meant."
+                )
         else:
             files = [source / "model.safetensors"]
         missing = [f for f in files if not f.is_file()]

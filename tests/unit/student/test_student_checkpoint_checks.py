@@ -119,9 +119,11 @@ def test_several_files_with_an_index(moe: Path) -> None:
     parts = {"a.safetensors": names[:20], "b.safetensors": names[20:]}
     for file, part in parts.items():
         save_file({n: tensors[n] for n in part}, moe / file)
-    (moe / "model.safetensors").unlink()
     index = {n: file for file, part in parts.items() for n in part}
     (moe / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ModelError, match=r"both model\.safetensors and the files of"):
+        open_checkpoint(moe)
+    (moe / "model.safetensors").unlink()
     _, source = open_checkpoint(moe)
     assert all(source.get(n).equal(tensors[n]) for n in names)
     (moe / "b.safetensors").unlink()
