@@ -83,6 +83,8 @@ def check_student(config: Config) -> Iterator[str]:
         )
     if student.routing_replay and limits is not None and limits.num_experts == 0:
         yield f"student.routing_replay: {student.model} has no experts to route to; set it to false"
+    if not student.freeze_routers and limits is not None and limits.num_experts == 0:
+        yield f"student.freeze_routers is false, but {student.model} has no routers; leave it out"
     if layout.cp > 1:
         yield f"student.parallel.cp is {layout.cp}; {NO_CONTEXT_PARALLEL}"
     tokens = student.max_tokens_per_microbatch

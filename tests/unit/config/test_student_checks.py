@@ -72,3 +72,5 @@ def test_routing_replay_needs_experts(loaded: Load, place: object) -> None:
     make_checkpoint(place / "base", num_experts=None)  # type: ignore[operator]
     problems = problems_of(loaded(), {"student.routing_replay": True})
     assert any("has no experts to route to" in each for each in problems), problems
+    problems = problems_of(loaded(), {"student.freeze_routers": False})
+    assert any("has no routers; leave it out" in each for each in problems), problems
