@@ -91,6 +91,25 @@ def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
     return config
 
 
+def load_teacher_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """``key=value`` of one teacher, as they would stand under ``teachers.NAME``, but for who it is.
+
+    Raises ConfigError with every problem of keys and types; ranges are `check_config`'s business.
+    """
+    problems: list[str] = []
+    merged: dict[str, Any] = {}
+    for text in settings:
+        nested, source = _override(f"teachers.new.{text}")
+        _merge(merged, _typed(nested, Config, (), source, problems))
+    found = _plain(merged).get("teachers", {}).get("new", {})
+    for key in ("model", "endpoints", "mixture"):
+        if key in found:
+            problems.append(f"{key} is given by --model or --endpoint")
+    if problems:
+        raise ConfigError(listed("the settings of the new teacher", problems))
+    return dict(found)
+
+
 def _fill_in_self(config: Config) -> None:
     """The teacher `self` is the student as it starts, frozen: its checkpoint, in its type."""
     named = {domain.teacher for domain in config.domains.values()}

@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             change.add_argument(
                 "--domain", help="NAME is new, and scores this domain in its teacher's place"
             )
+            change.add_argument(
+                "more",
+                nargs="*",
+                metavar="key=value",
+                help="of a new teacher, as under `teachers` in a configuration: gpus=1, "
+                "api_key_env=NAME (of the run's environment), ...",
+            )
         else:
             change.add_argument(
                 "--endpoint", help="URL of one server, as `list` shows it; else the whole teacher"

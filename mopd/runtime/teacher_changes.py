@@ -116,7 +116,10 @@ class TeacherChanges:
             raise TeacherError(f"no such request can be met: {dict(request)}")
         if request["op"] == "add":
             if domain is not None:
-                return await self._new_teacher(str(name), str(domain), url, request.get("model"))
+                model, settings = request.get("model"), request.get("settings") or {}
+                endpoints = [] if url is None else [str(url)]
+                teacher = TeacherConfig(model=model, endpoints=endpoints, **settings)
+                return await self._new_teacher(str(name), str(domain), teacher)
             return await self._new_server(self._keepers[str(name)], url, request.get("model"))
         if url is None:
             return await self._teacher_gone(str(name))
@@ -134,7 +137,7 @@ class TeacherChanges:
 
         return f"{await keeper.add(endpoint, start)} serves {keeper.name}, too"
 
-    async def _new_teacher(self, name: str, domain: str, url: str | None, model: str | None) -> str:
+    async def _new_teacher(self, name: str, domain: str, teacher: TeacherConfig) -> str:
         if name in self._config.teachers:
             raise TeacherError(
                 f"there is a teacher {name} already: take another name, or leave the domain out to "
@@ -142,7 +145,6 @@ class TeacherChanges:
             )
         if domain not in self._config.domains:
             raise TeacherError(f"no domain {domain!r}{nearest(domain, self._config.domains)}")
-        teacher = TeacherConfig(model=model, endpoints=[] if url is None else [url])
         self._require_possible(name, domain, teacher)
         self._config.teachers[name] = teacher
         try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.checks import check_config
-from mopd.config.load import load_config
+from mopd.config.load import load_config, load_teacher_settings
 from mopd.config.schema import Config, TeacherConfig
 from mopd.config.teacher_checks import api_key_problem
 from mopd.config.wording import listed, nearest
@@ -206,7 +206,13 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _change(arguments: argparse.Namespace) -> int:
     request = {"op": arguments.action, "teacher": arguments.name, "endpoint": arguments.endpoint}
     if arguments.action == "add":
-        request |= {"model": arguments.model, "domain": arguments.domain}
+        settings = load_teacher_settings(arguments.more)
+        request |= {"model": arguments.model, "domain": arguments.domain, "settings": settings}
+        if settings and not arguments.domain:
+            raise ConfigError(
+                f"{', '.join(settings)}: one more server of a teacher has its teacher's settings; "
+                "they go with a new teacher (--domain)"
+            )
         if arguments.domain and not (arguments.model or arguments.endpoint):
             raise ConfigError("a new teacher needs --model (a checkpoint to serve) or --endpoint")
         if arguments.model and not (arguments.domain or arguments.endpoint):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,14 @@ def test_requests_left_by_an_earlier_run_are_not_carried_out(tmp_path: Path) -> 
     assert outcomes(tmp_path) == ["refused: no run was there to carry it out"]
 
 
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """As by a process that runs it."""
+    with (run_dir / LOCK).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def test_nobody_is_asked_where_no_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,8 +187,7 @@ def test_nobody_is_asked_where_no_run_goes_on(
         code, said = command("add", str(tmp_path), "t", "--endpoint", "http://b:1")
         assert code == 1 and "no run goes on in" in said
         assert "this run does not go on" in command("list", str(tmp_path))[1]
-    with (tmp_path / LOCK).open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    with held(tmp_path):
         assert goes_on(tmp_path)
         assert command("add", str(tmp_path), "t", "--endpoint", "http://b:1")[0] == 0
         code, said = command("add", str(tmp_path), "t", "--endpoint", "http://me:pw@b:1")
@@ -231,3 +239,49 @@ def test_a_server_whose_weights_are_gone_is_restarted() -> None:
                 await keeper.remove("http://b:1")
 
     asyncio.run(scenario())
+
+
+def test_a_new_teacher_has_the_settings_that_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The token, above all: without it a locked server could not come while a run goes on."""
+    monkeypatch.setenv("NEW_KEY", "s3cret")
+    seen: list[str | None] = []
+
+    async def look(request: Any, _: Any) -> None:
+        seen.append(request.headers.get("Authorization"))
+
+    def added(*settings: str) -> tuple[int, str]:
+        where = ["--domain", "d", "--endpoint", url, "--model", "n"]
+        code = main(["teachers", "add", str(tmp_path), "u.2", *where, *settings])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    async def scenario() -> None:
+        nonlocal url
+        async with FakeServer("m") as old, FakeServer("n", score=other, spoil=look) as new:
+            fleet, url = await started(tmp_path, old.url, []), new.url
+            await fleet.score(rollouts(0))
+            for settings, says in (
+                (["gpu=1"], "unknown key 'teachers.new.gpu'; did you mean 'teachers.new.gpus'?"),
+                (["timeout_s=soon"], "expected a number"),
+                (["model=x"], "model is given by --model"),
+            ):
+                code, said = added(*settings)
+                assert code == 1 and says in said
+            assert main(["teachers", "add", str(tmp_path), "t", "timeout_s=5"]) == 1
+            assert "go with a new teacher" in capsys.readouterr().err
+            assert added("api_key_env=NO_SUCH_KEY")[0] == 0, "whether it is set is the run's to see"
+            assert added("api_key_env=NEW_KEY", "timeout_s=7", "retries=0")[0] == 0
+            await fleet.score(rollouts(1))
+            await fleet._changes.task  # type: ignore[misc]
+            new.armed = True
+            assert whose(await fleet.score(rollouts(2))) == "u" and seen == ["Bearer s3cret"]
+            assert fleet._config.teachers["u.2"].timeout_s == 7.0
+            await fleet.close()
+
+    url = ""
+    with held(tmp_path):
+        asyncio.run(asyncio.wait_for(scenario(), 30))
+    told = outcomes(tmp_path)
+    assert "'NO_SUCH_KEY' is not set" in told[0] and told[1].startswith("u.2 scores d")
