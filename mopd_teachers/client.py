@@ -35,8 +35,8 @@ class TeacherClient(Batches):
     `timeout_s` is the deadline of each HTTP request, `retries` how often a request is tried
     again, on another server where there is one, `concurrency` how many requests one server has
     at a time (fewer where so many could not all meet their deadlines: see `Replica`).
-    `hedge_after_s`: see `dispatch`. `cache_bytes` > 0 keeps scores for when the same tokens are
-    asked about again; every server must then say when it was restarted, as ours do.
+    `hedge_after_s`, `hedge_quantile`: see `dispatch`. `cache_bytes` > 0 keeps scores for when the
+    same tokens are asked about again; every server must then say when it was restarted, as ours do.
     """
 
     async def __aenter__(self) -> TeacherClient:

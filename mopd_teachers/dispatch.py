@@ -2,7 +2,8 @@
 
 A request goes to the server that is well and has the least to do. It is tried again, elsewhere
 where there is another, with growing pauses. With `hedge_after_s` a question that is still
-unanswered after that long is also put to another server, as soon as one has nothing to do; the
+unanswered after that long (with `hedge_quantile`: and after longer than that share of the last
+requests took) is also put to another server, as soon as one has nothing to do; the
 first good answer counts and the other request is given up, which ends its work at a server of
 ours. Losing such a race counts as a failure of the slow server, so that one that hangs is left
 alone after three (see `replica`).
@@ -49,13 +50,14 @@ class Dispatcher:
         retries: int,
         concurrency: int,
         hedge_after_s: float | None,
+        hedge_quantile: float | None,
     ) -> None:
         if not endpoints:
             raise TeacherError(f"teacher {name!r}: no endpoint given; expected at least one URL")
         self.name = name
         self.stats = TeacherStats()
         self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
-        self._hedge_after_s = hedge_after_s
+        self._hedge_after_s, self._hedge_quantile = hedge_after_s, hedge_quantile
         self._servers = [self._replica(endpoint) for endpoint in endpoints]
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -143,7 +145,10 @@ class Dispatcher:
                 if server.on_trial:
                     await self._stand_trial(server)
                 if hedge and self._hedge_after_s is not None and len(self._servers) > 1:
-                    return await self._raced(call, server, tokens, self._hedge_after_s)
+                    after_s = self._hedge_after_s
+                    if self._hedge_quantile is not None:
+                        after_s = max(after_s, self.stats.latency_s(self._hedge_quantile))
+                    return await self._raced(call, server, tokens, after_s)
                 return await self._on(call, server, tokens)
             except RequestError as error:
                 error.at = server
@@ -214,7 +219,7 @@ class Dispatcher:
             assert other is not None
             self.stats.hedges += 1
             second = asyncio.ensure_future(self._on(call, other, tokens))
-            return await self._first_good(first, second, server, other)
+            return await self._first_good(first, second, server, other, after_s)
         finally:
             for task in (first, second):
                 if task is not None and not task.done():
@@ -222,7 +227,12 @@ class Dispatcher:
                     await asyncio.gather(task, return_exceptions=True)
 
     async def _first_good(
-        self, first: asyncio.Future[T], second: asyncio.Future[T], slow: Replica, other: Replica
+        self,
+        first: asyncio.Future[T],
+        second: asyncio.Future[T],
+        slow: Replica,
+        other: Replica,
+        after_s: float,
     ) -> T:
         """The answer that comes first; where one request fails, the other's, whatever it is."""
         await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
@@ -233,7 +243,7 @@ class Dispatcher:
             self.stats.hedges_won += 1
             if not first.done():
                 slow.failed(
-                    f"{slow.url} had not answered {self._hedge_after_s:g} s after it was asked, "
+                    f"{slow.url} had not answered {after_s:.3g} s after it was asked, "
                     f"when {other.url} was asked the same, and had"
                 )
             return second.result()

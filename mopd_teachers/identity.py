@@ -39,6 +39,7 @@ class KnownServers(Dispatcher):
         retries: int = 2,
         concurrency: int = 64,
         hedge_after_s: float | None = None,
+        hedge_quantile: float | None = None,
         cache_bytes: int = 0,
     ) -> None:
         super().__init__(
@@ -48,6 +49,7 @@ class KnownServers(Dispatcher):
             retries=retries,
             concurrency=concurrency,
             hedge_after_s=hedge_after_s,
+            hedge_quantile=hedge_quantile,
         )
         self._needs = Needs()
         self._known: np.ndarray | None = None

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 _WINDOW = 512
+_KNOWN = 20  # requests, before their latencies say anything of the next
 
 
 class TeacherStats:
@@ -26,6 +27,12 @@ class TeacherStats:
     def request_done(self, seconds: float) -> None:
         self.requests += 1
         self._latencies_s.append(seconds)
+
+    def latency_s(self, quantile: float) -> float:
+        """Of the last 512 requests; 0 as long as fewer than 20 are known."""
+        if len(self._latencies_s) < _KNOWN:
+            return 0.0
+        return _quantile(sorted(self._latencies_s), quantile)
 
     def snapshot(self) -> dict[str, float]:
         """Plain numbers: requests, retries, busy, tokens, hedges, hedges_won, cache_hits, failures,

@@ -118,6 +118,7 @@ RANGES: dict[type, dict[str, Range]] = {
         "timeout_s": _POSITIVE,
         "retries": _NOT_NEGATIVE,
         "hedge_after_s": _POSITIVE,
+        "hedge_quantile": Range(0, 1, above=True, below=True),
         "cache_mib": _NOT_NEGATIVE,
         "start_timeout_s": _POSITIVE,
         "max_restarts": _NOT_NEGATIVE,

@@ -112,6 +112,7 @@ class TeacherConfig:
     timeout_s: float = 60.0
     retries: int = 2
     hedge_after_s: float | None = None  # then a second idle server is asked, too; null: never
+    hedge_quantile: float | None = None  # and not before so many of the last 512 had answers
     cache_mib: float = 0.0  # of scores kept for when the same tokens come again; 0: none
     start_timeout_s: float = 300.0
     max_restarts: int = 3  # of dead or hung servers, in one run; then its samples fail

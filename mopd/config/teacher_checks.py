@@ -74,6 +74,10 @@ def check_teachers(config: Config) -> Iterator[str]:
                 f"({teacher.timeout_s:g}): the request would have ended before a second server "
                 "is asked"
             )
+        if teacher.hedge_quantile is not None and teacher.hedge_after_s is None:
+            yield (
+                f"{key}.hedge_quantile goes with hedge_after_s, the least that it waits; give both"
+            )
         if problem := api_key_problem(teacher.api_key_env):
             yield f"{key}.api_key_env: {problem}"
         for arg in teacher.engine_args:

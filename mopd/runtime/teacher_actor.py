@@ -57,6 +57,7 @@ def client_of(name: str, config: TeacherConfig, endpoints: Sequence[Endpoint]) -
         retries=config.retries,
         concurrency=config.concurrency,
         hedge_after_s=config.hedge_after_s,
+        hedge_quantile=config.hedge_quantile,
         cache_bytes=int(config.cache_mib * 2**20),
     )
 

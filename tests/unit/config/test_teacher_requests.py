@@ -20,6 +20,7 @@ Load = Callable[..., Config]
     [
         ("hedge_after_s=0", "teachers.code_rl.hedge_after_s must be above 0"),
         ("hedge_after_s=60", "teachers.code_rl.hedge_after_s (60) is not below timeout_s (60)"),
+        ("hedge_quantile=0.9", "code_rl.hedge_quantile goes with hedge_after_s"),
         ("cache_mib=-1", "teachers.code_rl.cache_mib must be at least 0"),
     ],
 )
@@ -37,8 +38,10 @@ def test_a_second_server_that_is_not_there_is_told(loaded: Load) -> None:
 
 
 def test_the_keys_reach_the_client() -> None:
-    client = client_of("t", TeacherConfig(hedge_after_s=1.5, cache_mib=2.0), [Endpoint("http://a")])
-    assert client._hedge_after_s == 1.5 and client._cache is not None
+    config = TeacherConfig(hedge_after_s=1.5, hedge_quantile=0.9, cache_mib=2.0)
+    client = client_of("t", config, [Endpoint("http://a")])
+    assert (client._hedge_after_s, client._hedge_quantile) == (1.5, 0.9)
+    assert client._cache is not None
     assert client._cache._max_bytes == 2 << 20
     plain = client_of("t", TeacherConfig(), [Endpoint("http://a")])
     assert plain._hedge_after_s is None and plain._cache is None

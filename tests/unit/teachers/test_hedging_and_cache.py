@@ -87,6 +87,25 @@ def test_three_lost_races_rest_the_slow_server() -> None:
     assert metrics["hedges"] == metrics["hedges_won"] == 3
 
 
+@pytest.mark.parametrize(("known", "hedges"), [(19, 3), (20, 0)])
+def test_what_takes_as_long_as_most_requests_did_is_not_asked_twice(
+    known: int, hedges: int
+) -> None:
+    """As soon as enough are known. The delay alone would be far below what every request takes."""
+    servers: list[FakeServer] = [Slow(wait_s=0.1), Slow(wait_s=0.1)]
+
+    async def use(teacher: TeacherClient) -> None:
+        for _ in range(known):
+            teacher.stats.request_done(0.5)
+        for number in range(3):
+            (score,) = (await teacher.score_batch([item(str(number))])).values()
+            assert isinstance(score, TeacherScore)
+            teacher.stats._latencies_s.pop()
+
+    _, metrics = asyncio.run(run(servers, use, hedge_after_s=0.02, hedge_quantile=0.9))
+    assert metrics["hedges"] == hedges
+
+
 @pytest.mark.parametrize("hedge_after_s", [None, 5.0])
 def test_without_it_or_in_time_nobody_is_asked_twice(hedge_after_s: float | None) -> None:
     slow, quick = Slow(wait_s=0.3), FakeServer()
