@@ -125,7 +125,7 @@ class ManagedReplica:
         self._cpus = config.threads if cpus is None else cpus
         if cpus is not None:
             _require_room(spec.name, cpus, config.gpus)
-        self._actor = self._new_actor()
+        self._actor: Any = self._new_actor()
 
     def _new_actor(self) -> Any:
         return TeacherActor.options(  # type: ignore[attr-defined]
@@ -143,6 +143,8 @@ class ManagedReplica:
     async def alive(self) -> bool:
         """Whether the process is there; a lost actor (its machine went) is replaced by a new one,
         which has none."""
+        if self._actor is None:
+            return False
         try:
             return bool(await self._actor.alive.remote())
         except RayError:
@@ -154,5 +156,8 @@ class ManagedReplica:
         return await self._actor.pid.remote()  # type: ignore[no-any-return]
 
     async def stop(self) -> None:
-        """End the server; returns when nothing of it is left."""
-        await self._actor.stop.remote()
+        """End the server, for good; returns when nothing of it is left. What it had reserved in Ray
+        is free again: an actor that nobody knows of ends."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            await actor.stop.remote()

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -26,7 +27,7 @@ from mopd.runtime.teacher_examining import examined
 from mopd.runtime.teacher_registry import goes_on, read_registry, request_change, require_running
 from mopd_teachers.errors import TeacherError as ServerError
 from mopd_teachers.examination import Finding
-from mopd_teachers.replica import Endpoint
+from mopd_teachers.replica import Endpoint, bare_url, url_problem
 from mopd_teachers.server import ServerProcess, served_model
 
 DRAIN_S = 60
@@ -74,11 +75,16 @@ def _configured(config: Config) -> list[dict[str, Any]]:
         servers = []
         for url in teacher.endpoints:
             try:
-                card = served_model(url.rstrip("/").removesuffix("/v1"), api_key=_key(teacher))
+                if problem := url_problem(url):
+                    raise ConfigError(problem)
+                card = served_model(bare_url(url), api_key=_key(teacher))
                 state, error = f"up, serves {card['id']}", ""
+            except ConfigError as caught:
+                state, error = "not asked", str(caught)
             except (OSError, ServerError) as caught:
                 state, error = "down", str(caught)
-            servers.append({"url": url, "state": state, "last_error": error})
+            shown = url.rpartition("@")[2]  # what stands before may be a password
+            servers.append({"url": shown, "state": state, "last_error": error})
         what = f"{teacher.model or 'whatever its servers serve'}"
         if teacher.mixture:
             what = "geometric mean of " + ", ".join(
@@ -190,9 +196,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         server.start()
         server.wait_healthy(teacher.start_timeout_s, lambda text: print(text, flush=True))
         loading = False
+        url = server.url
+        if arguments.host in ("0.0.0.0", "::"):  # no address that another machine could ask
+            url = f"http://{socket.gethostname()}:{server.port}"
         print(
-            f"{arguments.name} is served at {server.url} (log: {log}). In a run's configuration:\n"
-            f"  {arguments.name}: {{endpoints: [{server.url}], model: {arguments.name}}}",
+            f"{arguments.name} is served at {url} (log: {log}). In a run's configuration:\n"
+            f"  {arguments.name}: {{endpoints: [{url}], model: {arguments.name}}}",
             flush=True,
         )
         while not stopped.wait(0.5):

@@ -96,10 +96,10 @@ class TeacherKeeper:
         Raises TeacherError (of mopd_teachers) when it is not the same teacher.
         """
         replica = None
-        if endpoint is None:
-            replica = start()
-            endpoint = await replica.start()
         try:
+            if endpoint is None:
+                replica = start()
+                endpoint = await replica.start()
             await self.client.add_endpoint(endpoint)
         except BaseException:
             if replica is not None:

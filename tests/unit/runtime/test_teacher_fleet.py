@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
 from mopd.runtime import teacher_keeper
+from mopd.runtime.teacher_actor import ManagedReplica
 from mopd.runtime.teacher_fleet import TeacherFleet
 from mopd.runtime.teacher_keeper import TeacherKeeper
 from mopd.types import Prompt, Rollout, TeacherScore, TopK
@@ -256,3 +258,35 @@ def test_each_answer_is_asked_for_with_a_seed_of_its_own(tmp_path: Path) -> None
     first, again, other, none = (how["seeds"] for how in asked)
     assert first == again == [sample_seed(3, "0:0:0"), sample_seed(3, "0:0:1")]
     assert len({*first, *other}) == 4 and none is None
+
+
+def test_a_server_that_did_not_start_or_left_keeps_nothing_reserved() -> None:
+    """An actor holds its CPUs and GPUs until nobody knows of it."""
+
+    class Stop:
+        async def remote(self) -> None:
+            pass
+
+    class Actor:
+        def __init__(self) -> None:
+            self.stop = Stop()
+
+    actor = Actor()
+    held = weakref.ref(actor)
+    replica = ManagedReplica.__new__(ManagedReplica)
+    replica._actor = actor
+    del actor
+
+    async def fails() -> Endpoint:
+        raise OSError("no memory")
+
+    replica.start = fails  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        with pytest.raises(OSError, match="no memory"):
+            await keeper_of("t", Server(up=True)).add(None, lambda: replica)
+        assert held() is None
+        await replica.stop()  # again, at the run's end
+        assert not await replica.alive()
+
+    asyncio.run(scenario())
