@@ -100,15 +100,27 @@ class Dispatcher:
         self, server: Replica, method: str, path: str, body: Any = None, **how: Any
     ) -> Any:
         """A request to this very server, with the usual retries."""
-        for attempt in range(self._retries + 1):
+        attempt = busy = 0
+        patience_ends = time.monotonic() + _BUSY_DEADLINES * self._timeout_s
+        while True:
             try:
                 return await self._ask(server, method, path, body, **how)
             except RequestError as error:
-                if not error.retry or attempt == self._retries:
+                if error.cause == BUSY and time.monotonic() < patience_ends:
+                    busy += 1
+                    await self._wait_while_busy(error, busy)
+                    continue
+                if not error.retry or attempt >= self._retries:
                     raise
                 self.stats.retries += 1
+                attempt += 1
                 await asyncio.sleep(_BACKOFF_S * random.uniform(0.5, 1.5))
-        raise AssertionError("unreachable")
+
+    async def _wait_while_busy(self, error: RequestError, times: int) -> None:
+        """`times`: how often this request was refused so."""
+        self.stats.busy += 1
+        pause_s = min(error.wait_s or _pause_s(times), _BUSY_MAX_S)
+        await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
 
     def _least_loaded(self, avoid: Replica | None) -> Replica:
         """A server that is well and has the least to do; the one that has just failed comes after
@@ -154,9 +166,7 @@ class Dispatcher:
                 error.at = server
                 if error.cause == BUSY and time.monotonic() < patience_ends:
                     busy += 1
-                    self.stats.busy += 1
-                    delay = error.wait_s or _pause_s(busy)
-                    await asyncio.sleep(min(delay, _BUSY_MAX_S) * random.uniform(0.5, 1.5))
+                    await self._wait_while_busy(error, busy)
                     continue
                 late = divisible and error.cause == "timeout"
                 if late or not error.retry or attempt >= retries:

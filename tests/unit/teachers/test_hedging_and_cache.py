@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from fake_teacher import FakeServer, client, expected, lists, logprob
 
-from mopd_teachers import wire
+from mopd_teachers import replica, wire
 from mopd_teachers.cache import ScoreCache, content_key
 from mopd_teachers.client import TeacherClient
 from mopd_teachers.errors import TeacherError
@@ -234,7 +234,10 @@ def test_a_server_that_came_back_with_the_same_weights_is_believed() -> None:
 
 
 @pytest.mark.parametrize("cache_bytes", [0, CACHE])
-def test_another_model_under_the_same_name_scores_nothing(cache_bytes: int) -> None:
+def test_another_model_under_the_same_name_scores_nothing(
+    cache_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "REST_S", 0.05)
     server = FakeServer()
 
     async def use(teacher: TeacherClient) -> Any:

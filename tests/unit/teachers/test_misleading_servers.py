@@ -186,6 +186,26 @@ def test_ten_clients_of_a_busy_server_all_have_their_scores(
     asyncio.run(run())
 
 
+def test_a_server_that_is_busy_at_the_start_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_BACKOFF_S", 0.01)
+    refused: list[float] = []
+
+    async def refuse_twice(*_: Any) -> web.Response | None:
+        refused.append(asyncio.get_running_loop().time())
+        if len(refused) > 2:
+            return None
+        return web.Response(status=429, headers={"Retry-After": "1"} if len(refused) == 2 else {})
+
+    async def run() -> None:
+        async with FakeServer(spoil=refuse_twice) as server, client(server, retries=0) as teacher:
+            server.armed = True
+            await teacher.probe()
+            assert teacher.metrics()["busy"] == 2 and teacher.metrics()["retries"] == 0
+
+    asyncio.run(run())
+    assert refused[2] - refused[1] >= 0.5, "as long as it asked, but for the jitter"
+
+
 def test_patience_with_a_busy_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_BACKOFF_S", 0.01)
 
