@@ -187,10 +187,12 @@ def test_ctrl_c_saves_leaves_nothing_behind_and_resumes(tmp_path: Path, how: str
         return json_lines(path) if path.exists() else []
 
     in_a_step = how == "terminal in a step"
-    often = [] if in_a_step else ["evaluation.every=2"]
+    # In a step, also while a checkpoint may be being written beside it.
+    beside = ["student.checkpoint_format=megatron", "student.checkpoint_async=true"]
+    further = [*beside, "train.checkpoint_every=1"] if in_a_step else ["evaluation.every=2"]
     size = 40 if in_a_step else 1000  # an evaluation of some seconds
     run = MopdProcess(
-        arguments(tmp_path, "stop", "train.steps=500", *often, held_out=size),
+        arguments(tmp_path, "stop", "train.steps=500", *further, held_out=size),
         tmp_path / "first.log",
     )
     try:
