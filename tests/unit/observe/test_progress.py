@@ -58,7 +58,9 @@ def test_a_checkpoint_that_is_being_written_is_shown():
     progress, out = plain(min_interval_s=0.0)
     with progress:
         progress.step(10, metrics() | {"checkpoint/writing": 8.0})
+        progress.step(11, metrics() | {"checkpoint/step": 8.0, "checkpoint/write_s": 2.71})
     assert "masked 0.21% | checkpoint 8 being written | spell" in out.getvalue()
+    assert "masked 0.21% | checkpoint 8 written in 2.7 s | spell" in out.getvalue()
 
 
 def test_warnings_are_kept_those_before_the_place_was_known_and_when_nobody_reads(tmp_path):
