@@ -44,6 +44,9 @@ def rates(
         parts.append(f"masked {float(metrics['mask_fraction']):.2%}")
     if metrics.get("checkpoint/writing") is not None:
         parts.append(f"checkpoint {metrics['checkpoint/writing']:.0f} being written")
+    if metrics.get("checkpoint/write_s") is not None:
+        step, took_s = metrics["checkpoint/step"], metrics["checkpoint/write_s"]
+        parts.append(f"checkpoint {step:.0f} written in {took_s:.1f} s")
     return parts
 
 
