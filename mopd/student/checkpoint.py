@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mopd.errors import ModelError
-from mopd.student import megatron_format, parallel, random_state
+from mopd.student import megatron_format, megatron_writing, parallel, random_state
 from mopd.student.files import (
     recover,
     replace_directory,
@@ -66,7 +66,7 @@ def save(
             weights.write(optimizer.moment(moment), beside.temporary / f"{moment}.safetensors")
     else:
         everything = megatron_format.groups(parameters, optimizer.moments())
-        megatron_format.save(megatron, everything, beside.temporary / MEGATRON)
+        megatron_writing.save(megatron, everything, beside.temporary / MEGATRON)
 
     def write() -> None:
         beside.write()
@@ -99,7 +99,7 @@ class BackgroundSave:
         """
         self._beside = _Beside(directory, optimizer, "megatron", identity, further)
         everything = megatron_format.groups(parameters, optimizer.moments())
-        self._tensors = megatron_format.Writing(
+        self._tensors = megatron_writing.Writing(
             model, everything, self._beside.temporary / MEGATRON
         )
         self._tensors.snapshot(live)

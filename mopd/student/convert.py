@@ -17,7 +17,14 @@ from typing import Any
 
 from mopd.config.schema import ParallelConfig, StudentConfig
 from mopd.errors import ModelError
-from mopd.student import checkpoint, cpu_platform, megatron_format, model, parallel
+from mopd.student import (
+    checkpoint,
+    cpu_platform,
+    megatron_format,
+    megatron_writing,
+    model,
+    parallel,
+)
 from mopd.student.files import replace_directory
 from mopd.student.opening import open_checkpoint, read_settings
 from mopd.student.save_hf import copy_settings
@@ -40,7 +47,7 @@ def to_megatron(source: Path, out: Path, dtype: str, port: int) -> int:
         partial.mkdir(parents=True)
         print(f"writing {out}", flush=True)
         with _watched(partial, sum(tensor.nbytes for tensor in tensors.values())):
-            megatron_format.save(built, {"": tensors}, partial)
+            megatron_writing.save(built, {"": tensors}, partial)
         replace_directory(partial, out)
         return len(tensors)
 

@@ -61,7 +61,7 @@ def _wrong_models(folder: Path, ports: list[int]) -> None:
 
     from mopd.config.schema import ParallelConfig, StudentConfig
     from mopd.errors import ModelError
-    from mopd.student import megatron_format, model, parallel
+    from mopd.student import megatron_writing, model, parallel
     from mopd.student.convert import to_hugging_face, to_megatron
     from mopd.student.opening import open_checkpoint
 
@@ -104,7 +104,7 @@ def _wrong_models(folder: Path, ports: list[int]) -> None:
     for name in rows:
         tensors[name].data[67:] = 0
     (folder / "padded").mkdir()
-    megatron_format.save(padded, {"": tensors}, folder / "padded")
+    megatron_writing.save(padded, {"": tensors}, folder / "padded")
     expected = [tensors[name][:67].clone() for name in rows]
     parallel.stop(groups)
     to_hugging_face(folder / "padded", folder / "cut", folder / "dense", "float32", ports[0])
