@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,13 +159,20 @@ class Optimizer:
             for moment in MOMENTS
         }
 
-    def restore(self, steps: int, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Set Adam's state to `steps` updates and `moments` (copied)."""
-        for name, piece in self._pieces.items():
-            state: dict[str, Any] = {
-                moment: piece.of(moments[moment][name]).reshape(piece.main.shape).clone()
-                for moment in MOMENTS
-            }
+    def restore(self, steps: int, moments: Mapping[str, MutableMapping[str, Tensor]]) -> None:
+        """Set Adam's state to `steps` updates and `moments`, float32, which are taken over and out
+        of the mappings: copies would have a resume need more memory than the training."""
+        for name in self._parameters:
+            whole = {moment: moments[moment].pop(name) for moment in MOMENTS}
+            piece = self._pieces.get(name)
+            if piece is None:
+                continue
+            state: dict[str, Any] = {}
+            for moment, tensor in whole.items():
+                part = piece.of(tensor)
+                if part.numel() < tensor.numel():
+                    part = part.clone()  # a view would keep all of it
+                state[moment] = part.reshape(piece.main.shape)
             if _counts_per_parameter(piece.optimizer):
                 state["step"] = torch.tensor(float(steps))
             piece.optimizer.state[piece.main] = state

@@ -432,6 +432,12 @@ def bfloat16(c: Context) -> None:
         assert parameter.equal(main[name]), name
     for name, parameter in resumed.model.named_parameters():
         assert parameter.equal(main[name].to(torch.bfloat16)), name
+    moments = resumed._optimizer.empty_moments()
+    held = {t.data_ptr() for named in moments.values() for t in named.values()}
+    resumed._optimizer.restore(2, moments)
+    assert not any(moments.values())  # taken over, not copied
+    taken = resumed._optimizer.moments()
+    assert held == {t.data_ptr() for named in taken.values() for t in named.values()}
     resumed.close()
 
 
