@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,17 +36,19 @@ class SafetensorsFolder:
         """`source`: a file, or a folder with model.safetensors(.index.json)."""
         self.source = source
         files = self._files()
-        self._file_of: dict[str, Path] = {}
+        self._opened: dict[str, Any] = {}
+        """Tensor name -> its file."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
         for file in files:
             try:
-                with safe_open(file, framework="pt") as f:
-                    for name in f.keys():
-                        self._file_of[name] = file
-                        tensor = f.get_slice(name)
-                        self.shapes[name] = tuple(tensor.get_shape())
-                        self._dtypes[name] = tensor.get_dtype()
+                # Left open: to open it is to read its header, which names every tensor.
+                opened = safe_open(file, framework="pt")
+                for name in opened.keys():
+                    self._opened[name] = opened
+                    tensor = opened.get_slice(name)
+                    self.shapes[name] = tuple(tensor.get_shape())
+                    self._dtypes[name] = tensor.get_dtype()
             except Exception as error:  # safetensors raises its own untyped errors
                 raise ModelError(f"{file}: not a readable safetensors file ({error}).") from error
 
@@ -121,10 +124,10 @@ class SafetensorsFolder:
             )
 
     def get(self, name: str) -> Tensor:
-        if name not in self._file_of:
+        if name not in self._opened:
             raise ModelError(f"{self.source}: holds no tensor {name!r}.")
-        with safe_open(self._file_of[name], framework="pt") as f:
-            return f.get_tensor(name)
+        tensor: Tensor = self._opened[name].get_tensor(name)
+        return tensor
 
 
 def _named(what: str, names: list[str]) -> str:

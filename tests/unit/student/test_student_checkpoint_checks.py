@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from student_tiny import KINDS, hf_config, make_checkpoint
 
@@ -124,8 +126,17 @@ def test_several_files_with_an_index(moe: Path) -> None:
     with pytest.raises(ModelError, match=r"both model\.safetensors and the files of"):
         open_checkpoint(moe)
     (moe / "model.safetensors").unlink()
-    _, source = open_checkpoint(moe)
-    assert all(source.get(n).equal(tensors[n]) for n in names)
+    opened: list[Path] = []
+
+    def counted(file: Path, **options: str) -> Any:
+        opened.append(file)
+        return safe_open(file, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mopd.student.weights.safe_open", counted)
+        _, source = open_checkpoint(moe)
+        assert all(source.get(n).equal(tensors[n]) for n in names)
+    assert opened == [moe / file for file in parts]  # each header is read once
     (moe / "b.safetensors").unlink()
     with pytest.raises(ModelError, match=r"no b\.safetensors"):
         open_checkpoint(moe)
