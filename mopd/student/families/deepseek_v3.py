@@ -56,6 +56,21 @@ class DeepseekV3(RoutedExperts):
                 f"rope_parameters is {rope!r}; only the default kind, with rope_theta, and yarn, "
                 f"with {', '.join(_YARN)}, is implemented"
             )
+        if kind != "yarn":
+            return
+        # Where a scale is missing transformers takes another formula than Megatron, which knows
+        # neither a given factor nor positions between two dimensions.
+        for name, fine in (
+            ("mscale", rope["mscale"] > 0),
+            ("mscale_all_dim", rope["mscale_all_dim"] > 0),
+            ("attention_factor", rope.get("attention_factor") is None),
+            ("truncate", rope.get("truncate", True) is True),
+        ):
+            if not fine:
+                raise self.refusal(
+                    f"rope_parameters has {name} {rope[name]!r}; only scales above 0, no "
+                    "attention_factor and truncate true is implemented"
+                )
 
     @property
     def num_experts(self) -> int:

@@ -27,6 +27,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 @pytest.fixture
@@ -186,6 +194,15 @@ def test_unknown_family() -> None:
         ("deepseek", {"topk_group": 4}, "twice as many experts as groups"),
         ("deepseek", {"n_shared_experts": 0}, "n_shared_experts is 0"),
         ("yarn", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "and yarn, with"),
+        *(
+            ("yarn", {"rope_parameters": YARN | {name: value}}, f"has {name} {value}; only")
+            for name, value in (
+                ("mscale_all_dim", 0.0),
+                ("mscale", 0.0),
+                ("attention_factor", 2.0),
+                ("truncate", False),
+            )
+        ),
     ],
 )
 def test_settings_that_are_not_implemented(kind: str, override: dict, text: str) -> None:
