@@ -28,6 +28,9 @@ class Llama(Family):
 
     def check(self) -> None:
         super().check()
+        partial = self.rope.get("partial_rotary_factor", 1.0)
+        if partial != 1.0:  # transformers' models of these families pass over it, vLLM's do not
+            raise self.refusal(f"partial_rotary_factor is {partial!r}; only 1.0 is implemented")
         self.check_rope()
 
     def check_rope(self) -> None:

@@ -183,6 +183,11 @@ def test_unknown_family() -> None:
         ),
         ("llama", {"mlp_bias": True}, "mlp_bias is True"),
         (
+            "dense",
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor is 0.5",
+        ),
+        (
             "llama3",
             {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}},
             "low_freq_factor 2.0; only 1.0",
