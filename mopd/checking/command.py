@@ -69,12 +69,13 @@ def _prepared(
     """The run as far as it needs no model, or None after a row for each of its faults."""
     part = "configuration"
     try:
-        config = load_config(files, overrides)
+        unknown: list[str] = []
+        config = load_config(files, overrides, unknown)
         problems = check_config(config)
-        for text in problems:
+        for text in (*unknown, *problems):
             show(Row(part, "", FAILED, text))
         part = "files"
-        if not problems:
+        if not unknown and not problems:
             return prepare(config)
         require_files(config, problems)
     except MopdError as error:

@@ -33,6 +33,9 @@ SHORTHANDS: dict[type, str] = {PromptsConfig: "jsonl", VerifierConfig: "name"}
 """A plain text where one of these is expected means this field of it, and nothing else set."""
 
 
+_UNKNOWN = "unknown key"
+
+
 class _Whole(dict):
     """A mapping that replaces what stood there before, instead of being merged into it."""
 
@@ -51,8 +54,13 @@ class _Source:
         return self.name
 
 
-def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    paths: Sequence[str | Path], overrides: Sequence[str] = (), told: list[str] | None = None
+) -> Config:
     """Merge YAML files in order, then ``key=value`` overrides; ConfigError lists every problem.
+
+    told: unknown keys are put there and left out, instead of ending it, for whoever wants to see
+        what else is wrong.
 
     Shorthands: ``prompts: FILE`` is ``{jsonl: FILE}``, ``verifier: NAME`` is ``{name: NAME}``,
     ``endpoints: URL`` is a list of one. A shorthand replaces what an earlier file said there;
@@ -72,7 +80,9 @@ def load_config(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> C
     for text in overrides:
         nested, source = _override(text)
         _merge(merged, _typed(nested, Config, (), source, problems))
-    if problems:
+    if told is not None and all(_UNKNOWN in problem for problem in problems):
+        told += problems
+    elif problems:
         raise ConfigError(listed("the configuration does not fit", problems))
     try:
         tree = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(_plain(merged)))
@@ -225,7 +235,7 @@ def _typed(value: Any, kind: Any, path: KeyPath, source: _Source, problems: list
             else:
                 full = ".".join((*path, name))
                 hint = nearest(name, hints, prefix=full.removesuffix(name))
-                problems.append(f"{source.at((*path, name))}: unknown key {full!r}{hint}")
+                problems.append(f"{source.at((*path, name))}: {_UNKNOWN} {full!r}{hint}")
         return result
     origin = typing.get_origin(kind)
     if origin is dict and isinstance(value, dict):

@@ -109,12 +109,14 @@ def test_faults_of_the_configuration_do_not_hide_those_of_files(
     bad = {"prompts": {"jsonl": str(tmp_path / "bad.jsonl")}, "teacher": "awy"}
     lost = {"prompts": {"jsonl": str(tmp_path / "nowhere.jsonl")}}
     config = written(tmp_path, bad=bad, lost=lost)
-    code, found = checked(capsys, config, "train.steps=0", "student.dtype=int3")
+    faulty = ["train.steps=0", "student.dtype=int3", "student.modle=x"]
+    code, found = checked(capsys, config, *faulty)
     told = [(row["part"], row["detail"]) for row in failed(found)]
     assert code == 1
     starts = [
         ("configuration", "train.steps must be"),
         ("configuration", "student.dtype"),
+        ("configuration", "unknown key 'student.modle'; did you mean 'student.model'?"),
         ("configuration", "domains.bad.teacher: there is no teacher 'awy'; did you mean 'away'?"),
         ("configuration", "domains.lost.prompts.jsonl: no such file"),
         ("files", f"domain 'bad': {tmp_path}/bad.jsonl:1: prompt should be text"),
