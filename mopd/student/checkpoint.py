@@ -33,7 +33,8 @@ from mopd.student.files import (
     write_text,
 )
 from mopd.student.optimizer import MOMENTS, Optimizer
-from mopd.student.weights import SafetensorsFolder, ShardedWeights
+from mopd.student.tensor_files import SafetensorsFolder
+from mopd.student.weights import ShardedWeights
 
 WEIGHTS, RNG, STATE = "model.safetensors", "rng.safetensors", "state.json"
 MEGATRON = "megatron"

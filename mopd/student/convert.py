@@ -28,7 +28,8 @@ from mopd.student import (
 from mopd.student.files import replace_directory
 from mopd.student.opening import open_checkpoint, read_settings
 from mopd.student.save_hf import copy_settings
-from mopd.student.weights import SafetensorsFolder, ShardedWeights
+from mopd.student.tensor_files import SafetensorsFolder
+from mopd.student.weights import ShardedWeights
 
 Tick = Callable[[str], None]
 """Called with each tensor's name once it is done."""

@@ -11,7 +11,7 @@ from mopd.errors import ModelError
 from mopd.student import expert_bias, parallel
 from mopd.student.families import family_of
 from mopd.student.families.base import Family
-from mopd.student.weights import SafetensorsFolder
+from mopd.student.tensor_files import SafetensorsFolder
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -21,8 +21,9 @@ from mopd.student.loss_head import LossHead
 from mopd.student.optimizer import Optimizer
 from mopd.student.routing import RoutingReplay
 from mopd.student.teacher_models import TeacherModels
+from mopd.student.tensor_files import SafetensorsFolder
 from mopd.student.token_scores import TokenScorer, VocabularyShard
-from mopd.student.weights import SafetensorsFolder, ShardedWeights
+from mopd.student.weights import ShardedWeights
 from mopd.types import TrainSample
 
 

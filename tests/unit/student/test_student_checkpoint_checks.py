@@ -141,7 +141,7 @@ def test_several_files_with_an_index(moe: Path) -> None:
         return safe_open(file, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mopd.student.weights.safe_open", counted)
+        patch.setattr("mopd.student.tensor_files.safe_open", counted)
         _, source = open_checkpoint(moe)
         assert all(source.get(n).equal(tensors[n]) for n in names)
     assert opened == [moe / file for file in parts]  # each header is read once
