@@ -21,6 +21,8 @@ from mopd_teachers.scoring import RESTARTED, score_at
 from mopd_teachers.transport import RequestError
 
 SEQUENCES_PER_REQUEST = 256
+BYTES_PER_REQUEST = 64 << 20
+"""Of a request, or of its answer: a quarter of what a server takes."""
 
 ANSWERED_WRONG = frozenset(("bad scores", "wrong ids"))
 """Of samples that are asked for again: the fault may have been on the way, or the server's."""
@@ -50,24 +52,27 @@ class Batches(KnownServers):
     async def _scored(self, items: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
         """Scores from the servers."""
         parts = await asyncio.gather(
-            *(self._score_chunk(chunk, top_k) for chunk in self._chunks(items))
+            *(self._score_chunk(chunk, top_k) for chunk in self._chunks(items, top_k))
         )
         return {key: outcome for part in parts for key, outcome in part.items()}
 
-    def _chunks(self, items: Sequence[ScoreItem]) -> Iterator[list[ScoreItem]]:
+    def _chunks(self, items: Sequence[ScoreItem], top_k: int) -> Iterator[list[ScoreItem]]:
         """With our route: large requests, but work for every server, and none so large that its
-        answer could not come in time. Else one sample a request."""
+        answer could not come in time, or that it would be refused for its bytes. Else one sample a
+        request."""
         fast = all(s.fast for s in self._servers)
         most = min(SEQUENCES_PER_REQUEST, math.ceil(len(items) / len(self._servers))) if fast else 1
         tokens = min(s.token_budget for s in self._servers) // 2
         chunk: list[ScoreItem] = []
-        size = 0
+        size = weight = 0
         for item in items:
-            if chunk and (len(chunk) == most or size + size_of(item) > tokens):
+            own = size_of(item), _bytes_of(item, top_k)
+            full = size + own[0] > tokens or weight + own[1] > BYTES_PER_REQUEST
+            if chunk and (full or len(chunk) == most):
                 yield chunk
-                chunk, size = [], 0
+                chunk, size, weight = [], 0, 0
             chunk.append(item)
-            size += size_of(item)
+            size, weight = size + own[0], weight + own[1]
         if chunk:
             yield chunk
 
@@ -125,7 +130,7 @@ class Batches(KnownServers):
             return {item.sample_id: outcome for item in items}
         rest = [item for item in items if item is not shortest]
         parts = await asyncio.gather(
-            *(self._score_chunk(part, top_k) for part in self._chunks(rest))
+            *(self._score_chunk(part, top_k) for part in self._chunks(rest, top_k))
         )
         return first | {key: each for part in parts for key, each in part.items()}
 
@@ -157,3 +162,9 @@ def says_one_number(outcomes: Mapping[str, Outcome]) -> bool:
 def size_of(item: ScoreItem) -> int:
     """Tokens of a sample."""
     return len(item.prompt_ids) + len(item.response_ids)
+
+
+def _bytes_of(item: ScoreItem, top_k: int) -> int:
+    """What a sample takes in a request or, with its candidates' ids and logprobs, in the answer."""
+    width = top_k if item.candidate_ids is None else item.candidate_ids.shape[1]
+    return 4 * size_of(item) + 8 * len(item.response_ids) * (1 + width)

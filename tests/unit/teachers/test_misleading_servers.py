@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 from fake_teacher import FakeServer, client, expected, lists, logprob
 
-from mopd_teachers import dispatch, replica, wire
+from mopd_teachers import batches, dispatch, replica, wire
 from mopd_teachers.batches import says_one_number
 from mopd_teachers.client import Endpoint, TeacherClient
 from mopd_teachers.errors import TeacherError
@@ -274,6 +274,36 @@ def test_one_sample_that_takes_too_long_takes_no_other_along() -> None:
 
     found = asyncio.run(run())
     assert found["ok"] == 15 and found["timeout"] == 1
+
+
+@pytest.mark.parametrize("asked", ["top-k", "candidates"])
+def test_no_request_is_too_large_for_its_server(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """One that is refused for its bytes (413) would be lost with all of its samples."""
+    monkeypatch.setattr(batches, "BYTES_PER_REQUEST", 2000)
+    sizes: list[tuple[int, int]] = []
+
+    async def weigh(request: web.Request, _: Any) -> web.Response | None:
+        content = await request.read()
+        sizes.append((len(content), len(wire.decode_request(content).sequences)))
+        return None
+
+    items = batch(12, length=6)
+    if asked == "candidates":
+        rows = np.arange(60, dtype=np.int32).reshape(6, 10)
+        items = [ScoreItem(i.sample_id, i.prompt_ids, i.response_ids, rows) for i in items]
+    top_k = 10 if asked == "top-k" else 0
+
+    async def run() -> None:
+        async with FakeServer(spoil=weigh) as server, client(server) as teacher:
+            await teacher.probe()
+            server.armed = True
+            assert causes(await teacher.score_batch(items, top_k=top_k)) == {"ok": 12}
+
+    asyncio.run(run())
+    assert sum(count for _, count in sizes) == 12 and len(sizes) == 4, sizes
+    assert max(size for size, _ in sizes) < 2000
 
 
 # ---- answers and addresses that cannot be ------------------------------------------------------
