@@ -203,6 +203,8 @@ class Dispatcher:
         except RequestError as error:
             if error.retry and error.blames:
                 server.failed(error.detail)
+            if error.cause == "connection" or error.cause.startswith("http 5"):
+                server.went_away()
             raise
 
     async def _raced(

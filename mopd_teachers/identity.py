@@ -162,13 +162,21 @@ class KnownServers(Dispatcher):
         server.vouch()
 
     async def _vouched(self, server: Replica) -> None:
-        """A server that does not say when it was restarted is probed again now and then, and after
-        each failure: another model may have taken its place, under the same name."""
+        """A server that does not say when it was restarted is probed again now and then, and when
+        it was away: another model may have taken its place, under the same name. For that one
+        failure among the probe's answers is not enough."""
         if server.instance is not None or server.vouched:
             return
-        async with server.meeting:
-            if not server.vouched:  # another request has asked meanwhile
-                await self._meet_again(server)
+        async with server.meeting:  # one asks for all
+            for attempt in range(self._retries + 1):
+                if server.vouched:
+                    return
+                try:
+                    await self._meet_again(server)
+                    return
+                except RequestError as error:
+                    if not error.retry or attempt == self._retries:
+                        raise
 
     async def _same_as_kept(self) -> None:
         """Ask every server whether it is still the process that was probed; one that is not is

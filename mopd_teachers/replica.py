@@ -165,6 +165,10 @@ class Replica:
         """Whether the last probe still speaks for it."""
         return time.monotonic() < self._vouched_until
 
+    def went_away(self) -> None:
+        """Nobody was there, or nobody behind its gateway: whoever comes may be another model."""
+        self._vouched_until = 0.0
+
     def vouch(self) -> None:
         """It was probed, and is the teacher."""
         self._vouched_until = time.monotonic() + VOUCH_S
@@ -185,7 +189,6 @@ class Replica:
         """One more request failed for a reason that is the server's."""
         self.failures_in_a_row += 1
         self.last_error = error
-        self._vouched_until = 0.0
         if self.on_trial and not self.resting:
             self._rest_until = time.monotonic() + min(REST_MAX_S, REST_S * 2.0**self._rests)
             self._rests = min(self._rests + 1, 10)
