@@ -111,8 +111,9 @@ def _option(args: Sequence[str], name: str, default: str) -> str:
     return default
 
 
-async def _drain_on_sigterm(scorer: Any, app: Any, drain_s: float) -> None:
-    """SIGTERM: take no more, finish what is in flight for up to `drain_s`, then end as vLLM does.
+async def _drain_on_sigterm(door: Any, app: Any, drain_s: float) -> None:
+    """SIGTERM: take no more, finish what is in flight on any route for up to `drain_s`, then end as
+    vLLM does.
 
     vLLM installs handlers of its own when its HTTP server starts; SIGINT stays with it.
     """
@@ -121,9 +122,9 @@ async def _drain_on_sigterm(scorer: Any, app: Any, drain_s: float) -> None:
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked.set)
     await asked.wait()
-    scorer.draining = True
+    door.closing = True
     deadline = time.monotonic() + drain_s
-    while scorer.in_flight and time.monotonic() < deadline:
+    while door.in_flight and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     if drain_s:
         await asyncio.sleep(_LAST_ANSWER_S)
@@ -137,6 +138,7 @@ async def _run(args: Any, sock: socket.socket | None, drain_s: float) -> None:
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 
+    from mopd_teachers.guard import Door, Guard
     from mopd_teachers.score_route import (
         Scorer,
         add_score_route,
@@ -156,8 +158,11 @@ async def _run(args: Any, sock: socket.socket | None, drain_s: float) -> None:
             served = args.served_model_name
             keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
             scorer = Scorer(engine, served[0] if served else args.model)
-            add_score_route(app, scorer, keys)
-            draining = asyncio.create_task(_drain_on_sigterm(scorer, app, drain_s))
+            add_score_route(app, scorer)
+            door = Door(keys)
+            # vLLM has put its own middleware together already; ours comes before all of it.
+            app.middleware_stack = Guard(app.middleware_stack or app.build_middleware_stack(), door)
+            draining = asyncio.create_task(_drain_on_sigterm(door, app, drain_s))
             shutdown = await serve_http(
                 app,
                 sock=sock,

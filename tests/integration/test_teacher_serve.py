@@ -9,8 +9,11 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
+
+import psutil
 
 from mopd_teachers import wire
 from mopd_teachers.client import Endpoint, TeacherClient
@@ -76,6 +79,31 @@ def test_a_teacher_is_served_probed_and_drained(tmp_path: Path) -> None:
         server.wait()
 
 
+def test_a_server_that_still_loads_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """A large model loads for minutes."""
+    config = tmp_path / "run.yaml"
+    config.write_text(CONFIG.format(demo=ROOT / "demo/models", url="http://127.0.0.1:9"))
+    with (tmp_path / "said").open("w") as said:
+        server = subprocess.Popen(
+            command("serve", str(config), "caesar", "--port", "0", cwd=tmp_path),
+            cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        loading: list[psutil.Process] = []
+        while not loading:
+            assert server.poll() is None, (tmp_path / "said").read_text()
+            time.sleep(0.05)
+            loading = psutil.Process(server.pid).children(recursive=True)
+        begin = time.monotonic()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 130
+        assert time.monotonic() - begin < 15 and "is served" not in (tmp_path / "said").read_text()
+        assert not [p for p in loading if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        server.kill()
+        server.wait()
+
+
 def assert_checked_live(tmp_path: Path, config: Path) -> None:
     """`mopd check --live`: one teacher started as a run would, the other asked where it is."""
     done = subprocess.run(
@@ -107,7 +135,8 @@ def assert_checked_live(tmp_path: Path, config: Path) -> None:
 
 
 async def scored_while_it_ends(url: str, server: subprocess.Popen[str]) -> None:
-    """SIGTERM with half of a batch done: what was sent is answered, then it goes."""
+    """SIGTERM with half of a batch done, and an answer being written on vLLM's own route: what was
+    sent is answered, then it goes."""
     rng = random.Random(0)
     items = [ScoreItem(str(i), [1], [rng.randrange(256) for _ in range(200)]) for i in range(400)]
     async with TeacherClient("caesar", [Endpoint(url, "caesar")], retries=0) as client:
@@ -119,9 +148,12 @@ async def scored_while_it_ends(url: str, server: subprocess.Popen[str]) -> None:
         waiting = int(re.search(r"sequences_in_flight (\d+)", metrics)[1])  # type: ignore[index]
         done = int(re.search(r"score_sequences_total (\d+)", metrics)[1])  # type: ignore[index]
         assert waiting > 0 and done >= 60, metrics
+        writing = asyncio.create_task(client.generate([[1]] * 16, max_tokens=250))
+        await asyncio.sleep(0.2)
         server.send_signal(signal.SIGTERM)
-        scores = await scoring
+        scores, answers = await scoring, await writing
     assert all(isinstance(score, TeacherScore) for score in scores.values())
+    assert all(answer.finish_reason in ("stop", "length") for answer in answers)
 
 
 def _read(url: str) -> str:

@@ -8,6 +8,7 @@ transformers in this process.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -693,12 +694,22 @@ def test_a_server_with_a_key_asks_everybody_for_it(rig: Rig, tmp_path: Path) -> 
         batch = items(5, seed=8)
         want = {i.sample_id: reference(rig.dense, i) for i in batch}
         assert worst(scores_of(opened, batch), want) < 1e-4
-        for path in ("/v1/models", wire.PATH):
+        body = json.dumps({"model": server.served_name, "prompt": [1, 2], "max_tokens": 1}).encode()
+        kind = {"Content-Type": "application/json"}
+        # vLLM itself asks for it under /v1 alone, and gives completions elsewhere, too.
+        for path, data in (
+            ("/v1/models", None), (wire.PATH, None), ("/openapi.json", None),
+            ("/v1/completions", body), ("/invocations", body), ("/tokenize", body),
+        ):  # fmt: skip
             for key in (None, "another"):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}
-                request = urllib.request.Request(server.url + path, headers=headers)
+                request = urllib.request.Request(server.url + path, data, headers | kind)
                 with pytest.raises(urllib.error.HTTPError, match="401"):
                     urllib.request.urlopen(request, timeout=10)
+        for path in ("/health", "/metrics", f"{wire.PATH}/metrics"):
+            with urllib.request.urlopen(server.url + path, timeout=10) as reply:
+                assert reply.status == 200
+        assert asyncio.run(opened.tokenize("a")), "with the key it answers"
         assert server.pid is not None
         for process in (psutil.Process(server.pid), *psutil.Process(server.pid).children()):
             assert "s3cret" not in " ".join(process.cmdline())
