@@ -25,6 +25,8 @@ from typing import Any, Protocol
 from mopd.errors import ModelError
 
 _NAME = re.compile(r"step_(\d{6,})")
+_REPLACED = ".old.partial"
+"""Behind the name of a checkpoint while a newer one of the same step takes its place."""
 
 
 PARTS = ("prompts", "credit")
@@ -74,6 +76,15 @@ def find_checkpoints(run_dir: Path) -> list[Checkpoint]:
         if (match := _NAME.fullmatch(path.name))
     ]
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def put_back_replaced(run_dir: Path) -> None:
+    """Give a checkpoint its name again where a kill fell between its losing it and a newer one of
+    the same step taking it. Only for who holds the run's folder."""
+    for previous in (run_dir / "checkpoints").glob(f"step_*{_REPLACED}"):
+        final = previous.with_name(previous.name.removesuffix(_REPLACED))
+        if not final.exists():
+            previous.rename(final)
 
 
 class SavedStudent(Protocol):
@@ -215,7 +226,7 @@ class CheckpointWriter:
         return self._folder / f"{_name(step)}.partial"
 
     def _put_in_place(self, step: int) -> None:
-        final, previous = self._folder / _name(step), self._folder / f"{_name(step)}.old.partial"
+        final, previous = self._folder / _name(step), self._folder / f"{_name(step)}{_REPLACED}"
         if final.exists():  # the same step again, after a resume: the new one is as good
             final.rename(previous)
         self._partial(step).rename(final)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 
-from mopd.checkpoints import Checkpoint, find_checkpoints
+from mopd.checkpoints import Checkpoint, find_checkpoints, put_back_replaced
 from mopd.config.load import load_config
 from mopd.config.schema import Config
 from mopd.errors import ConfigError
@@ -43,6 +43,7 @@ def run_folder(
     with locked(run_dir, warn):
         if must_be_emptied(config, run_dir):
             _empty(run_dir)
+        put_back_replaced(run_dir)
         checkpoints = find_checkpoints(run_dir)
         yield run_dir, checkpoints[-1] if checkpoints else None
 

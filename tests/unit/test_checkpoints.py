@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mopd.checkpoints import CheckpointWriter, find_checkpoints
+from mopd.checkpoints import CheckpointWriter, find_checkpoints, put_back_replaced
 from mopd.errors import ModelError
 
 
@@ -93,6 +93,32 @@ def test_a_kill_during_a_save_leaves_the_previous_one(tmp_path: Path) -> None:
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:
     save(tmp_path, 5, 5)
     assert found(tmp_path) == [5]
+    assert not list((tmp_path / "checkpoints").glob("*.partial"))
+
+
+def test_a_kill_while_the_same_step_replaces_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 5)
+    renames: list[Path] = []
+    rename = Path.rename
+
+    def killed_at_the_second(self: Path, target: Path) -> Path:
+        renames.append(self)
+        if len(renames) == 2:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 5)
+    monkeypatch.setattr(Path, "rename", rename)
+    assert found(tmp_path) == []
+    put_back_replaced(tmp_path)
+    assert found(tmp_path) == [5] and find_checkpoints(tmp_path)[0].state() == state(5)
+    put_back_replaced(tmp_path)
+    save(tmp_path, 6)
+    assert found(tmp_path) == [5, 6]
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
 
 
