@@ -98,8 +98,8 @@ class Batches(KnownServers):
                 else:
                     good[key] = outcome
             bad = [wrong[i.sample_id] for i in left if i.sample_id not in good]
-            if bad:  # of few it may be the samples themselves that have no scores
-                blames = 2 * len(bad) > len(chunk)
+            if bad:  # of few it may be the samples themselves that have no scores, and of one
+                blames = len(chunk) > 1 and 2 * len(bad) > len(chunk)
                 raise RequestError(bad[0].cause, bad[0].detail, True, blames=blames)
 
         try:
@@ -112,6 +112,8 @@ class Batches(KnownServers):
             left = [item for item in chunk if item.sample_id not in good]
             if divisible and error.cause == "timeout":
                 return good | await self._smaller(left, top_k, error.at)
+            if error.cause in ANSWERED_WRONG and len(chunk) == 1 and error.at is not None:
+                error.at.failed(error.detail)  # after all tries
             failure = TeacherFailure(error.cause, self._describe(error))
             for item in left:
                 good[item.sample_id] = wrong.get(item.sample_id, failure)

@@ -76,6 +76,25 @@ def test_one_sample_without_a_score_is_not_its_servers_fault() -> None:
     asyncio.run(run())
 
 
+def test_a_plain_server_is_blamed_for_a_sample_once_all_its_tries_were_wrong() -> None:
+    """A request of it has one sample, so that each could be the sample's own fault."""
+
+    def null(rows: list[Any]) -> list[Any]:
+        return [rows[0], *(None for _ in rows[1:])]
+
+    async def run() -> list[int]:
+        found = []
+        async with FakeServer(fast=False, alter=null) as server, client(server) as teacher:
+            await teacher.probe()
+            server.armed = True
+            for _ in range(2):
+                assert causes(await teacher.score_batch(batch(1))) == {"bad scores": 1}
+                found.append(teacher.servers[0].failures_in_a_row)
+        return found
+
+    assert asyncio.run(run()) == [1, 2]
+
+
 @pytest.mark.parametrize("fast", [True, False])
 def test_c10_weights_that_are_lost_while_it_runs_are_noticed(fast: bool) -> None:
     """Every token then has -ln V, which is a number like any other."""
