@@ -22,7 +22,12 @@ from mopd.config.wording import listed, nearest
 from mopd.errors import ConfigError, TeacherError
 from mopd.runtime.teacher_actor import ManagedReplica, api_key_of
 from mopd.runtime.teacher_keeper import TeacherKeeper
-from mopd.runtime.teacher_registry import record_change, take_requests
+from mopd.runtime.teacher_registry import (
+    ENDED,
+    record_change,
+    take_requests,
+    teachers_until_the_end,
+)
 from mopd_teachers.client import Endpoint
 
 Start = Callable[[str, TeacherConfig], Awaitable[None]]
@@ -197,8 +202,17 @@ class TeacherChanges:
                 self._from_next_step.setdefault(domain, None)
         return f"{name} scores nothing from the next step on"
 
-    def forget_earlier(self) -> None:
-        """Requests left from before this run began were meant for another one."""
+    def forget_earlier(self, told: Callable[[str], None]) -> None:
+        """Changes last as long as the run that they were made of, and requests left from before
+        this one began were meant for another. `told` hears of teachers that are not there again."""
+        for domain, name in teachers_until_the_end(self._log_dir).items():
+            told(
+                f"warning: {name}, which was added while the run went on, does not score {domain} "
+                f"any more, but {self.teacher_of(domain)} as configured: add it again (mopd "
+                "teachers add), or put it into the configuration"
+            )
+            gone = {"op": ENDED, "teacher": name, "domain": domain}
+            record_change(self._log_dir, gone, "not added again by the run that goes on")
         for request in take_requests(self._log_dir):
             outcome = "refused: no run was there to carry it out"
             record_change(self._log_dir, request, outcome)

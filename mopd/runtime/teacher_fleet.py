@@ -96,7 +96,7 @@ class TeacherFleet:
             TeacherError: a server does not start or answer, serves another model, or cannot take
                 the longest sample; the text names the teacher and quotes the end of its log.
         """
-        self._changes.forget_earlier()
+        self._changes.forget_earlier(startup.note)
         await asyncio.gather(*self._starts(startup, extra).values())
         self._note = startup.note
         self._write_registry()

@@ -21,6 +21,9 @@ from mopd.errors import ConfigError
 from mopd.run_dir import LOCK
 from mopd_teachers.replica import bare_url, url_problem
 
+ENDED = "ended"
+"""Recorded of a teacher that came while a run went on, when the next run begins without it."""
+
 
 def write_registry(logs: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Replace the file in one go: a reader never sees half of it."""
@@ -109,6 +112,25 @@ def take_requests(logs: Path) -> Iterator[dict[str, Any]]:
             request = {"op": "unreadable", "file": path.name}
         path.unlink(missing_ok=True)
         yield request
+
+
+def teachers_until_the_end(logs: Path) -> dict[str, str]:
+    """Domain -> the teacher that was added for it and scored it until an earlier run here ended."""
+    path = logs / "teacher-changes.jsonl"
+    found: dict[str, str] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            change = json.loads(line)
+            op, name, outcome = change["op"], change["teacher"], str(change["outcome"])
+        except (ValueError, TypeError, KeyError):
+            continue  # torn by a kill
+        if outcome.startswith("refused"):
+            continue
+        if op == "add" and change.get("domain") is not None:
+            found[change["domain"]] = name
+        elif op in ("remove", ENDED) and change.get("endpoint") is None:
+            found = {domain: each for domain, each in found.items() if each != name}
+    return found
 
 
 def record_change(logs: Path, request: Mapping[str, Any], outcome: str) -> None:

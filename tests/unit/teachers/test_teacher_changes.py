@@ -157,7 +157,24 @@ def test_a_new_teacher_takes_a_domain_over_and_gives_it_back(tmp_path: Path) -> 
             assert await whose(5) == "t"
             assert new.posts == posts
             assert [row["name"] for row in read_registry(tmp_path)] == ["t"]
+            asked(endpoint=new.url, model="n")
+            await whose(6)
+            assert await whose(7) == "u"
             await fleet.close()
+
+            # The run that goes on has the configured one again, and says so, once.
+            told: list[list[str]] = []
+            for _ in range(2):
+                told.append([])
+                fleet = TeacherFleet(
+                    config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[]
+                )
+                await fleet.start(Startup(lambda waiting: None, told[-1].append))
+                assert await whose(8) == "t"
+                await fleet.close()
+            (warning,) = [text for text in told[0] if text.startswith("warning")]
+            assert "u, which was added" in warning and "score d any more, but t" in warning
+            assert not [text for text in told[1] if text.startswith("warning")]
 
     asyncio.run(scenario())
     lines = (tmp_path / "logs" / "teacher-changes.jsonl").read_text().splitlines()
