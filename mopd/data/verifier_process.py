@@ -57,7 +57,8 @@ class VerifierProcess:
                 [sys.executable, "-m", "mopd.data.verifier_process", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=environment | {"PYTHONPATH": path},
+                # Unbuffered: what it printed is to be read also where it is killed.
+                env=environment | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # so that what it starts can be ended with it
             )
         try:
