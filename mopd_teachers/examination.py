@@ -43,13 +43,15 @@ async def examine(
     vocabulary: int,
     tolerance: float,
     reference: Reference | None = None,
+    wait_s: float = 0.0,
+    told: Callable[[str], None] = lambda text: None,
 ) -> list[Finding]:
     """Probe the teacher and put it to the test. Ids are drawn below `vocabulary`; scores of the
-    same tokens may differ by `tolerance` nats.
+    same tokens may differ by `tolerance` nats. `wait_s`, `told`: see `TeacherClient.probe`.
 
     Raises TeacherError when it does not answer, or is not the model it should be.
     """
-    report = await client.probe()
+    report = await client.probe(wait_s=wait_s, told=told)
     findings = [
         Finding(
             "identity",

@@ -8,7 +8,7 @@ found by its next answer and probed before anything of it counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,13 +18,19 @@ from mopd_teachers.dispatch import Dispatcher
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
 from mopd_teachers.replica import UNKNOWN, Endpoint, Replica
-from mopd_teachers.transport import RequestError
+from mopd_teachers.transport import REFUSED, RequestError
+from mopd_teachers.waiting import all_of, wait_until_there
 
 _SAME_MODEL = 0.25
 """Nats, on average over tokens at random, where two models differ by whole ones. In half precision
 a router's near-tie moves single tokens by a nat, which says nothing."""
 _SAME_SCORES = 1e-4
 """Nats, at most: past that, scores that are kept may be another model's."""
+
+WRONG_TOKEN = (
+    "It does not accept the token that it is sent, or is sent none: that is the value of the "
+    "environment variable that the teacher's api_key_env names"
+)
 
 
 class KnownServers(Dispatcher):
@@ -61,17 +67,31 @@ class KnownServers(Dispatcher):
         """Shortest context of the servers, in tokens; None before `probe`."""
         return min((s.max_model_len for s in self._servers if s.max_model_len), default=None)
 
-    async def probe(self, *, top_k: int = 0, candidates: bool = False) -> ProbeReport:
+    async def probe(
+        self,
+        *,
+        top_k: int = 0,
+        candidates: bool = False,
+        wait_s: float = 0.0,
+        told: Callable[[str], None] = lambda text: None,
+    ) -> ProbeReport:
         """Ask every server who it is and what it can do, and check that it knows something.
 
-        `top_k` and `candidates` say what will be asked of it later. Raises TeacherError when one
-        cannot do that, does not answer, serves another model, gives different scores for the same
-        tokens, or gives (about) the same score to every token: the sign of a model whose weights
-        are gone, log p = -ln V.
+        `top_k` and `candidates` say what will be asked of it later. Servers that are still loading
+        are waited for up to `wait_s` seconds, of which `told` hears (see `waiting`). Raises
+        TeacherError when one cannot do what is needed, does not answer, serves another model, gives
+        different scores for the same tokens, or gives (about) the same score to every token: the
+        sign of a model whose weights are gone, log p = -ln V.
         """
         self._open()
         self._needs = Needs(top_k, candidates)
-        scores = [await self._probe(server) for server in self._servers]
+
+        async def probed(server: Replica) -> np.ndarray:
+            if wait_s > 0:
+                await wait_until_there(self._quick, server, self.name, wait_s, told)
+            return await self._probe(server)
+
+        scores = await all_of([probed(server) for server in self._servers])
         self._known = scores[0]
         if self._cache is not None:
             self._cache.forget()
@@ -86,6 +106,10 @@ class KnownServers(Dispatcher):
         try:
             scores = await probe_server(self._again, server, self.name, self._needs)
         except RequestError as error:
+            if error.cause in REFUSED:
+                raise TeacherError(
+                    f"teacher {self.name!r}: {error.detail}. {WRONG_TOKEN}"
+                ) from error
             raise TeacherError(
                 f"{self._describe(error)}. Is the server running, and is it vLLM?"
             ) from error

@@ -11,6 +11,8 @@ from mopd_teachers.replica import Replica
 
 BUSY = "http 429"
 """Cause of a request that a server refused because it has too much to do already."""
+REFUSED = ("http 401", "http 403")
+"""Causes of requests whose token a server does not accept."""
 
 
 class RequestError(Exception):

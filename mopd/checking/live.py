@@ -67,7 +67,7 @@ async def _live(
                 try:
                     student = Path(config.student.model)
                     findings = await examined(
-                        fleet.client(name), config.teachers[name], folders.get(name), student
+                        fleet.client(name), config.teachers[name], folders.get(name), student, note
                     )
                     for finding in findings:
                         good &= finding.good

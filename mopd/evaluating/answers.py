@@ -151,7 +151,7 @@ class Answering:
                 work.done.set()
                 return
             began = time.perf_counter()
-            source = open_source(model, self._prepared)
+            source = open_source(model, self._prepared, self._progress.note)
             try:
                 self._progress.note(f"{model.label}: starting {model.where}")
                 await source.start()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from mopd.build import Prepared
@@ -16,6 +16,7 @@ from mopd.evaluation.openai_models import OpenAIModel
 from mopd.model_folders import end_of_sequence_ids
 from mopd.protocols import Sequences
 from mopd.runtime.answering_engine import AnsweringEngine, EngineSpec
+from mopd.runtime.teacher_actor import wait_of
 from mopd.types import Prompt
 from mopd_teachers.client import Endpoint, TeacherClient, sample_seed
 from mopd_teachers.errors import TeacherError as ServerError
@@ -40,12 +41,13 @@ class Source(Protocol):
     async def close(self) -> None: ...
 
 
-def open_source(model: ModelUnderTest, prepared: Prepared) -> Source:
-    """The model's way of being asked, not started yet."""
+def open_source(model: ModelUnderTest, prepared: Prepared, told: Callable[[str], None]) -> Source:
+    """The model's way of being asked, not started yet. `told` hears of servers that are waited for
+    while they load."""
     if model.texts is not None:
         return _Url(model, prepared.config.evaluation.seed)
     if model.endpoints:
-        return _Endpoints(model, prepared)
+        return _Endpoints(model, prepared, told)
     return _Engine(model, prepared)
 
 
@@ -116,9 +118,12 @@ class _Endpoints:
 
     _AT_ONCE = 512
 
-    def __init__(self, model: ModelUnderTest, prepared: Prepared) -> None:
+    def __init__(
+        self, model: ModelUnderTest, prepared: Prepared, told: Callable[[str], None]
+    ) -> None:
         name = model.label.removeprefix("teacher ")
         teacher = prepared.config.teachers[name]
+        self._wait_s, self._told = wait_of(teacher), told
         self._model, self._seed = model, prepared.config.evaluation.seed
         key = os.environ[teacher.api_key_env] if teacher.api_key_env else None
         self._client = TeacherClient(
@@ -131,7 +136,7 @@ class _Endpoints:
 
     async def start(self) -> None:
         try:
-            await self._client.probe()
+            await self._client.probe(wait_s=self._wait_s, told=self._told)
         except ServerError as error:
             raise TeacherError(str(error)) from error
 

@@ -67,6 +67,11 @@ def api_key_of(config: TeacherConfig) -> str | None:
     return os.environ[config.api_key_env] if config.api_key_env else None
 
 
+def wait_of(config: TeacherConfig) -> float:
+    """Seconds that its servers may still take to load; those of ours have loaded by then."""
+    return config.start_timeout_s if config.endpoints else 0.0
+
+
 @ray.remote
 class TeacherActor:
     """Owns one server process; runs where Ray placed it, so that the server has its resources."""

@@ -154,7 +154,13 @@ def _examined(
 
     async def ask(endpoints: Sequence[Endpoint]) -> list[Finding]:
         async with client_of(name, teacher, endpoints) as client:
-            return await examined(client, teacher, folder, Path(config.student.model))
+            return await examined(
+                client,
+                teacher,
+                folder,
+                Path(config.student.model),
+                lambda t: print(t, file=sys.stderr),
+            )
 
     if teacher.endpoints:
         return asyncio.run(ask([Endpoint(url, teacher.model, key) for url in teacher.endpoints]))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mopd.config.model_files import read_model_limits
 from mopd.config.schema import TeacherConfig
+from mopd.runtime.teacher_actor import wait_of
 from mopd_teachers.client import TeacherClient
 from mopd_teachers.examination import Finding, Reference, examine
 from mopd_teachers.scores import ScoreItem
@@ -19,11 +21,16 @@ COMPARE_UP_TO_GIB = 2.0
 
 
 async def examined(
-    client: TeacherClient, teacher: TeacherConfig, folder: Path | None, student: Path
+    client: TeacherClient,
+    teacher: TeacherConfig,
+    folder: Path | None,
+    student: Path,
+    told: Callable[[str], None],
 ) -> list[Finding]:
     """What `examine` finds; raises TeacherError (of mopd_teachers) when it does not answer.
 
     folder: the teacher's checkpoint, where it is on this machine.
+    told: hears of external servers that are waited for while they load.
     """
     exact = teacher.dtype == "float32" and not teacher.endpoints
     return await examine(
@@ -32,6 +39,8 @@ async def examined(
         vocabulary=read_model_limits(folder or student).vocab_size,
         tolerance=FLOAT32_TOLERANCE if exact else OTHER_TOLERANCE,
         reference=None if folder is None else _reference(folder),
+        wait_s=wait_of(teacher),
+        told=told,
     )
 
 

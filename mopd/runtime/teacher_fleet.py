@@ -20,8 +20,8 @@ from mopd.config.schema import Config, TeacherConfig
 from mopd.config.teachers import answering, members_of
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
-from mopd.runtime.startup import Startup
-from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, client_of, server_spec
+from mopd.runtime.startup import Startup, all_or_first_error
+from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, client_of, server_spec, wait_of
 from mopd.runtime.teacher_changes import TeacherChanges
 from mopd.runtime.teacher_keeper import TeacherKeeper
 from mopd.runtime.teacher_registry import write_registry
@@ -95,9 +95,10 @@ class TeacherFleet:
         Raises:
             TeacherError: a server does not start or answer, serves another model, or cannot take
                 the longest sample; the text names the teacher and quotes the end of its log.
+                One given by URL is waited for as long as one of ours is.
         """
         self._changes.forget_earlier(startup.note)
-        await asyncio.gather(*self._starts(startup, extra).values())
+        await all_or_first_error(*self._starts(startup, extra).values())
         self._note = startup.note
         self._write_registry()
 
@@ -162,6 +163,9 @@ class TeacherFleet:
                 info = await client.probe(
                     top_k=self._top_k if scores_topk else 0,
                     candidates=self._from_student and scores_topk,
+                    # Whoever adds one while the run goes on can do so again once it is there.
+                    wait_s=0.0 if late else wait_of(config),
+                    told=startup.note,
                 )
                 if config.endpoints:
                     await self._check_tokenizer(name, client, startup)

@@ -41,7 +41,7 @@ def written(tmp_path: Path, **domains: Any) -> str:
                 "run_dir": str(tmp_path / "runs"),
                 "student": {"model": str(BASE)},
                 "rollout": {"max_response_tokens": 8},
-                "teachers": {"away": {"endpoints": ["http://127.0.0.1:9"], "retries": 0}},
+                "teachers": {"away": {"endpoints": ["http://127.0.0.1:9"], "start_timeout_s": 0.3}},
                 "domains": {"good": domain} | {n: domain | d for n, d in domains.items()},
                 "train": {"steps": 10, "prompts_per_step": 4},
             }

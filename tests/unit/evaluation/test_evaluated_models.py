@@ -12,10 +12,11 @@ import pytest
 
 from mopd.build import Prepared, prepare
 from mopd.config.load import load_config
-from mopd.errors import ConfigError, DataError, ModelError
+from mopd.errors import ConfigError, DataError, ModelError, TeacherError
 from mopd.evaluating.answers import Answering
 from mopd.evaluating.command import further_models, result_folder, student_place
 from mopd.evaluating.models import models_under_test
+from mopd.evaluating.sources import open_source
 from mopd.evaluating.training_end import conclude_training
 from mopd.evaluating.work import samplings
 from mopd.evaluation.items import ItemResult, item_result
@@ -76,6 +77,26 @@ def test_a_folder_and_a_url_beside_them(prepared: Prepared, folder: Path) -> Non
     api = by_label["api"]
     assert not api.scores and api.served == "served" and api.texts is not None
     assert api.texts[prepared.held_out()["backward"][0].id].startswith("back ")
+
+
+def test_a_teacher_whose_server_is_loading_is_waited_for(folder: Path) -> None:
+    away = "{endpoints: [http://127.0.0.1:9], model: m, start_timeout_s: 0.3}"
+    overrides = ["student.optimizer.warmup_steps=0", f"teachers.backward={away}"]
+    prepared, told = prepare(load_config([folder / "run.yaml"], overrides)), list[str]()
+    models, _ = models_under_test(prepared, None, {})
+    (teacher,) = (m for m in models if m.label == "teacher backward")
+
+    async def scenario() -> None:
+        source = open_source(teacher, prepared, told.append)
+        try:
+            await source.start()
+        finally:
+            await source.close()
+
+    with pytest.raises(TeacherError, match=r"http://127.0.0.1:9 was waited for 0.3 s"):
+        asyncio.run(scenario())
+    (text,) = told
+    assert text.startswith("teacher backward: waiting for its server http://127.0.0.1:9 (0 of 0.3")
 
 
 def test_another_tokenizer_is_told_and_asked_in_its_own_tokens(

@@ -53,6 +53,7 @@ class FakeServer:
         self.answers_as = model
         self.model, self.fast, self.score, self.spoil, self.alter = model, fast, score, spoil, alter
         self.instance = "1"
+        self.port = 0  # any
         self.posts = 0
         self.armed = False  # spoil and alter only after the probe
 
@@ -65,7 +66,7 @@ class FakeServer:
             app.router.add_post("/mopd/score", self.score_batch)
         self.runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port)
         await site.start()
         self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
         return self
