@@ -7,31 +7,21 @@ lengths, verifiers (`prepare`). `mopd.system` then starts the processes and hand
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mopd.config.checks import config_warnings, require_valid
-from mopd.config.model_files import ModelLimits, read_model_limits
+from mopd.config.model_files import ModelLimits
 from mopd.config.schema import Config, DomainConfig
 from mopd.config.teachers import members_of
-from mopd.data.evaluation_sets import as_domain, load_set
 from mopd.data.mixture import Mixture
-from mopd.data.prompts import DomainData, check_lengths, load_domain
-from mopd.data.verifier_check import check_verifiers
-from mopd.errors import ConfigError, DataError, Faults
+from mopd.data.prompts import DomainData
+from mopd.errors import ConfigError, DataError
 from mopd.evaluation.leaks import describe_leaks, find_leaks
-from mopd.model_folders import (
-    context_limits,
-    end_of_sequence_ids,
-    load_tokenizer,
-    require_known_ids,
-    require_same_tokenizer,
-    teacher_folders,
-)
-from mopd.student.opening import require_trainable
+from mopd.inputs import judged_of, read_inputs
+from mopd.model_folders import end_of_sequence_ids, teacher_folders
 from mopd.types import Prompt, Rollout
 from mopd.weight_sync.publish import make_probe
 
@@ -153,52 +143,26 @@ def prepare(config: Config) -> Prepared:
 
     Raises:
         ConfigError, DataError, ModelError: naming the key, file, row or checkpoint, and what to do;
-            every fault of tokenizers, prompts, lengths and verifiers at once.
+            every fault of `read_inputs` at once.
     """
     require_valid(config)
     require_kernel(config)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a run never fetches anything by itself
-    student = Path(config.student.model)
-    tokenizer = load_tokenizer(student)
-    local_teachers = teacher_folders(config)
-    limits = read_model_limits(student)
-    faults = Faults()
-    with faults.collected():
-        require_same_tokenizer(student, local_teachers)
-    with faults.collected():
-        require_known_ids(student, limits, tokenizer)
-    with faults.collected():
-        require_trainable(config.student)
-    domains: dict[str, DomainData] = {}
-    for name, domain in config.domains.items():
-        with faults.collected():
-            domains[name] = load_domain(name, domain, tokenizer, known_domains=list(config.domains))
-    sets: dict[str, DomainData] = {}
-    with faults.collected():
-        sets = load_sets(config, tokenizer)
-    everything = {**domains, **sets}
-    with faults.collected():
-        check_lengths(
-            everything,
-            config.rollout.max_response_tokens,
-            context_limits(config, limits, local_teachers),
-        )
-    asked = {name: data.held_out or data.train for name, data in everything.items()}
-    for name, judged in judged_of(config).items():
-        if name in asked:
-            with faults.collected():
-                check_verifiers({name: judged}, asked)
-    faults.raise_any()
-    prompts = [p.token_ids for data in everything.values() for p in (*data.train, *data.held_out)]
+    inputs = read_inputs(config)
+    tokenizer, domains, sets = inputs.tokenizer, inputs.domains, inputs.sets
+    prompts = [
+        p.token_ids
+        for data in (*domains.values(), *sets.values())
+        for p in (*data.train, *data.held_out)
+    ]
     response = config.rollout.max_response_tokens
     prepared = Prepared(
         config=config,
         tokenizer=tokenizer,
-        limits=limits,
+        limits=inputs.limits,
         domains=domains,
         # One more: an engine that scores (the probe of each weight sync) must also generate one.
         max_model_len=max(map(len, prompts)) + response + 1,
-        eos_token_ids=end_of_sequence_ids(tokenizer, student),
+        eos_token_ids=end_of_sequence_ids(tokenizer, Path(config.student.model)),
         probe=make_probe(
             prompts,
             config.weight_sync.probe_sequences,
@@ -216,21 +180,6 @@ def prepare(config: Config) -> Prepared:
         )
     prepared.mixture().require_room(config.train.prompts_per_step)
     return prepared
-
-
-def judged_of(config: Config) -> dict[str, DomainConfig]:
-    """Domain or further set -> its prompts' and verifier's configuration."""
-    further = {**config.evaluation.general, **config.evaluation.benchmarks}
-    return {**config.domains, **{name: as_domain(each) for name, each in further.items()}}
-
-
-def load_sets(config: Config, tokenizer: Any) -> dict[str, DomainData]:
-    """The general sets and the benchmarks, none of which is trained on."""
-    return {
-        name: load_set(f"evaluation.{kind}.{name}", name, each, tokenizer)
-        for kind in ("general", "benchmarks")
-        for name, each in getattr(config.evaluation, kind).items()
-    }
 
 
 def leak_warnings(domains: Mapping[str, DomainData], sets: Mapping[str, DomainData]) -> list[str]:

@@ -6,15 +6,33 @@ keeps its traceback.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 
 class MopdError(Exception):
     """Base of every error whose text is written for the user."""
 
     faults: tuple[str, ...] = ()
-    """Each fault by itself, where the error stands for several (see `Faults`)."""
+    """Each fault by itself, in words that need no other; empty where the text is all of one."""
+
+    @classmethod
+    def listing(cls, head: str, problems: Sequence[str]) -> Self:
+        """One error for all of `problems`: a line for one of them, a list for several."""
+        each = [f"{head}: {problem}" for problem in problems]
+        if len(each) == 1:
+            return cls(each[0])
+        text = f"{head} ({len(problems)} problems):\n"
+        error = cls(text + "\n".join(f"  - {problem}" for problem in problems))
+        error.faults = tuple(each)
+        return error
+
+    def reworded(self, old: str, new: str) -> Self:
+        """The same error with `new` wherever its text has `old`."""
+        error = type(self)(str(self).replace(old, new))
+        error.faults = tuple(fault.replace(old, new) for fault in self.faults)
+        return error
 
 
 class ConfigError(MopdError):
@@ -56,15 +74,17 @@ class Faults:
             self._found.append(error)
 
     def raise_any(self) -> None:
-        """Raise the one that was kept, or one for all of them: of the first one's type, with each
-        in `faults`."""
+        """Raise the one that was kept, or one for all of them: of the first one's type, with the
+        faults of each."""
         if not self._found:
             return
         if len(self._found) == 1:
             raise self._found[0]
-        texts = [str(error) for error in self._found]
         whole = type(self._found[0])(
-            f"{len(texts)} things are wrong:\n" + "\n".join(f"* {text}" for text in texts)
+            f"{len(self._found)} things are wrong:\n"
+            + "\n".join(f"* {error}" for error in self._found)
         )
-        whole.faults = tuple(texts)
+        whole.faults = tuple(
+            fault for error in self._found for fault in error.faults or (str(error),)
+        )
         raise whole

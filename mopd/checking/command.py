@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from mopd.build import Prepared, prepare
-from mopd.checking.beyond import each_of, require_files
 from mopd.checking.estimates import disk_rows, memory_rows, placement_lines
 from mopd.checking.rows import FAILED, OK, WARNING, Row, as_json, is_good
 from mopd.config.checks import check_config
@@ -25,6 +24,7 @@ from mopd.config.schema import Config
 from mopd.config.teachers import members_of
 from mopd.data.sampling import resolve_rules
 from mopd.errors import MopdError
+from mopd.inputs import concern, read_inputs
 from mopd.model_folders import teacher_folders
 from mopd.weight_sync.publish import transfer_directory
 
@@ -77,9 +77,10 @@ def _prepared(
         part = "files"
         if not unknown and not problems:
             return prepare(config)
-        require_files(config, problems)
+        if not concern(problems, "student.model"):  # without a tokenizer no prompt can be read
+            read_inputs(config, problems)
     except MopdError as error:
-        for text in each_of(error):
+        for text in error.faults or (str(error),):
             show(Row(part, "", FAILED, text))
     return None
 

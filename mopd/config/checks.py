@@ -21,14 +21,13 @@ from mopd.config.student_checks import check_student, check_weight_sync
 from mopd.config.teacher_checks import check_teachers
 from mopd.config.teachers import asked_teachers
 from mopd.config.train_checks import check_train
-from mopd.config.wording import listed
 from mopd.errors import ConfigError
 
 
 def require_valid(config: Config) -> None:
     """Raise one ConfigError that lists every problem of `check_config`."""
     if problems := check_config(config):
-        raise ConfigError(listed("the configuration cannot run", problems))
+        raise ConfigError.listing("the configuration cannot run", problems)
 
 
 def check_config(config: Config) -> list[str]:

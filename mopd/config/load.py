@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mopd.config._yaml import KeyPath, dump_yaml, parse_yaml, read_yaml
 from mopd.config.schema import Config, PromptsConfig, TeacherConfig, VerifierConfig
-from mopd.config.wording import kind_of, listed, nearest
+from mopd.config.wording import kind_of, nearest
 from mopd.errors import ConfigError
 
 SELF = "self"
@@ -83,15 +83,15 @@ def load_config(
     if told is not None and all(_UNKNOWN in problem for problem in problems):
         told += problems
     elif problems:
-        raise ConfigError(listed("the configuration does not fit", problems))
+        raise ConfigError.listing("the configuration does not fit", problems)
     try:
         tree = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(_plain(merged)))
         assert isinstance(tree, DictConfig)
         missing = sorted(OmegaConf.missing_keys(tree))
         if missing:
             names = ", ".join(str(path) for path in paths)
-            raise ConfigError(
-                listed(f"{names}: these keys have no default and must be given", missing)
+            raise ConfigError.listing(
+                f"{names}: these keys have no default and must be given", missing
             )
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
@@ -116,7 +116,7 @@ def load_teacher_settings(settings: Sequence[str]) -> dict[str, Any]:
         if key in found:
             problems.append(f"{key} is given by --model or --endpoint")
     if problems:
-        raise ConfigError(listed("the settings of the new teacher", problems))
+        raise ConfigError.listing("the settings of the new teacher", problems)
     return dict(found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -18,13 +18,6 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     if near:
         return f"; did you mean {prefix + folded[near[0]]!r}?"
     return f"; known: {', '.join(names)}" if names else ""
-
-
-def listed(head: str, problems: Sequence[str]) -> str:
-    """One line for one problem, a list for several."""
-    if len(problems) == 1:
-        return f"{head}: {problems[0]}"
-    return f"{head} ({len(problems)} problems):\n" + "\n".join(f"  - {each}" for each in problems)
 
 
 def kind_of(value: Any) -> str:

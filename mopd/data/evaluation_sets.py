@@ -28,7 +28,7 @@ def load_set(key: str, name: str, cfg: EvaluationSetConfig, tokenizer: Any) -> D
     try:
         data = load_domain(name, as_domain(cfg), tokenizer)
     except MopdError as error:
-        raise type(error)(str(error).replace(f"domains.{name}", key)) from error
+        raise error.reworded(f"domains.{name}", key) from error
     prompts = data.train
     if prompts and prompts[0].choices and key.startswith("evaluation.benchmarks"):
         raise ConfigError(

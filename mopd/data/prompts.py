@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.schema import DomainConfig, PromptsConfig
-from mopd.config.wording import listed
 from mopd.data.harness import generation_notes, harness_items, load_task
 from mopd.data.rows import Row, number_at, raise_faults, read_rows
 from mopd.data.tasks import TaskItem, majority_baseline, make_items, split_items
@@ -165,7 +164,7 @@ def check_lengths(
                 f"{max_response_tokens} of response{extra} = {needed}: {advice}"
             )
     if problems:
-        raise ConfigError(listed("context too short", problems))
+        raise ConfigError.listing("context too short", problems)
 
 
 def _from_task(name: str, cfg: DomainConfig, encoder: PromptEncoder, where: str) -> DomainData:

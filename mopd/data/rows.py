@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mopd.config.schema import DomainConfig
-from mopd.config.wording import kind_of, listed, nearest
+from mopd.config.wording import kind_of, nearest
 from mopd.errors import DataError
 
 MAX_FAULTS = 20
@@ -179,4 +179,4 @@ def raise_faults(faults: Sequence[str], what: str) -> None:
     shown = list(faults[:MAX_FAULTS])
     if len(faults) > MAX_FAULTS:
         shown.append(f"and {len(faults) - MAX_FAULTS} more")
-    raise DataError(listed(what, shown))
+    raise DataError.listing(what, shown)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from mopd.config.schema import DomainConfig
-from mopd.config.wording import listed
 from mopd.data.verifier_process import NoVerdict, VerifierProcess, named
 from mopd.data.verifiers import VerifierError, build_verifier
 from mopd.errors import ConfigError
@@ -57,7 +56,7 @@ def can_judge(judge: Judge, prompts: Sequence[Prompt], domain: str, *, sample: i
     except NoVerdict as error:
         problems.add("no verdict", str(error))
     if texts := problems.texts():
-        raise ConfigError(listed(f"domains.{domain}.verifier does not do its work", texts))
+        raise ConfigError.listing(f"domains.{domain}.verifier does not do its work", texts)
 
 
 def self_check(judge: Judge, prompts: Sequence[Prompt], domain: str, *, sample: int = 8) -> None:
@@ -92,7 +91,7 @@ def self_check(judge: Judge, prompts: Sequence[Prompt], domain: str, *, sample: 
     except NoVerdict as error:
         problems.add("no verdict", str(error))
     if texts := problems.texts():
-        raise ConfigError(listed(f"domains.{domain}.verifier does not do its work", texts))
+        raise ConfigError.listing(f"domains.{domain}.verifier does not do its work", texts)
 
 
 class _Problems:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mopd.build import Prepared, load_sets
+from mopd.build import Prepared
 from mopd.config.model_files import folder_problem
 from mopd.config.schema import RolloutConfig
 from mopd.config.teachers import members_of
@@ -15,6 +15,7 @@ from mopd.data.prompts import load_domain
 from mopd.errors import ConfigError, ModelError
 from mopd.evaluation.fingerprints import endpoint_fingerprint, model_fingerprint
 from mopd.evaluation.openai_models import Asked
+from mopd.inputs import load_sets
 from mopd.model_folders import load_tokenizer, teacher_folders
 from mopd.types import Prompt
 from mopd_teachers.errors import TeacherError as ServerError

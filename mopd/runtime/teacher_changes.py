@@ -18,7 +18,7 @@ from mopd.config.checks import check_config
 from mopd.config.model_files import hub_cache_folder
 from mopd.config.schema import Config, TeacherConfig
 from mopd.config.teachers import members_of
-from mopd.config.wording import listed, nearest
+from mopd.config.wording import nearest
 from mopd.errors import ConfigError, TeacherError
 from mopd.runtime.teacher_actor import ManagedReplica, api_key_of
 from mopd.runtime.teacher_keeper import TeacherKeeper
@@ -176,7 +176,7 @@ class TeacherChanges:
             domains={**config.domains, domain: replace(config.domains[domain], teacher=name)},
         )
         if problems := check_config(changed):
-            raise ConfigError(listed(f"teacher {name} cannot score {domain}", problems))
+            raise ConfigError.listing(f"teacher {name} cannot score {domain}", problems)
         if teacher.model is not None:
             folder: Path | None = Path(teacher.model)
             if not Path(teacher.model).is_dir():

@@ -19,7 +19,7 @@ from mopd.config.checks import check_config
 from mopd.config.load import load_config, load_teacher_settings
 from mopd.config.schema import Config, TeacherConfig
 from mopd.config.teacher_checks import api_key_problem
-from mopd.config.wording import listed, nearest
+from mopd.config.wording import nearest
 from mopd.errors import ConfigError
 from mopd.model_folders import teacher_folders
 from mopd.runtime.teacher_actor import api_key_of, client_of, server_spec
@@ -115,7 +115,7 @@ def _named(config: Config, name: str) -> TeacherConfig:
     key = f"teachers.{name}"
     problems = [p for p in check_config(config) if p.startswith((f"{key}.", f"{key} "))]
     if problems:
-        raise ConfigError(listed(f"teacher {name} cannot be served or asked", problems))
+        raise ConfigError.listing(f"teacher {name} cannot be served or asked", problems)
     return config.teachers[name]
 
 

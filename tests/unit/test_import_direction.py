@@ -33,6 +33,7 @@ RANKS: dict[str, int] = {
     **dict.fromkeys(
         (
             "build",
+            "inputs",
             "model_folders",
             "runtime",
             "run",

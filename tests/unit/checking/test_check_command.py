@@ -110,6 +110,10 @@ def test_faults_of_the_configuration_do_not_hide_those_of_files(
     lost = {"prompts": {"jsonl": str(tmp_path / "nowhere.jsonl")}}
     config = written(tmp_path, bad=bad, lost=lost)
     faulty = ["train.steps=0", "student.dtype=int3", "student.modle=x"]
+    faulty += ["teachers.away.retries=-1"]
+    for name, file, items in (("few", "good", 99), ("odd", "bad", 1), ("off", "bad", 0)):
+        own = f"prompts: {tmp_path}/{file}.jsonl, verifier: exact_match, items: {items}"
+        faulty.append(f"evaluation.general.{name}={{{own}}}")
     code, found = checked(capsys, config, *faulty)
     told = [(row["part"], row["detail"]) for row in failed(found)]
     assert code == 1
@@ -121,10 +125,13 @@ def test_faults_of_the_configuration_do_not_hide_those_of_files(
         ("configuration", "domains.lost.prompts.jsonl: no such file"),
         ("files", f"domain 'bad': {tmp_path}/bad.jsonl:1: prompt should be text"),
         ("files", f"domain 'bad': {tmp_path}/bad.jsonl:2: not valid JSON"),
+        ("configuration", "evaluation.general.off.items must be"),
+        ("files", "evaluation.general.few.items is 99, but the set has only 40 different items"),
+        ("files", f"domain 'odd': {tmp_path}/bad.jsonl:2: not valid JSON"),
     ]
     for start in starts:
         assert [text for part, text in told if part == start[0] and start[1] in text], start
-    assert not [text for _, text in told if "good.jsonl" in text]
+    assert not [text for _, text in told if "good.jsonl" in text or "domain 'off'" in text]
     mended = ["domains.bad.teacher=away", f"domains.lost.prompts.jsonl={tmp_path / 'good.jsonl'}"]
     (row,) = failed(checked(capsys, config, "student.model=nowhere", *mended)[1])
     assert "student.model" in row["detail"], "without a student no file can be read"
