@@ -18,7 +18,7 @@ from mopd_teachers.identity import KnownServers
 from mopd_teachers.replica import Replica
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
 from mopd_teachers.scoring import RESTARTED, score_at
-from mopd_teachers.transport import RequestError
+from mopd_teachers.transport import REFUSED, RequestError
 
 SEQUENCES_PER_REQUEST = 256
 BYTES_PER_REQUEST = 64 << 20
@@ -34,6 +34,7 @@ SERVER_CAUSES = ANSWERED_WRONG | {
     RESTARTED,
     DOWN,
 }
+    *REFUSED,
 _ONE_NUMBER = 1e-3
 """Nats: scores of different tokens that lie closer together than that are no scores, unless the
 teacher is sure of every token."""

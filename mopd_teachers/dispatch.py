@@ -169,7 +169,8 @@ class Dispatcher:
                     await self._wait_while_busy(error, busy)
                     continue
                 late = divisible and error.cause == "timeout"
-                if late or not error.retry or attempt >= retries:
+                helps = error.retry or (error.refused and self._someone_accepts())
+                if late or not helps or attempt >= retries:
                     raise
                 self.stats.retries += 1
             await asyncio.sleep(_pause_s(attempt) * random.uniform(0.5, 1.5))
@@ -187,6 +188,10 @@ class Dispatcher:
         when its turn has come. `expected`: see `Replica.admitted`."""
         try:
             async with server.admitted(tokens, expected=expected):
+    def _someone_accepts(self) -> bool:
+        """Whether a server may be well that is not known to refuse the token."""
+        return any(not server.refuses_token and not server.on_trial for server in self._servers)
+
                 if server.on_trial:  # it fell ill while this request waited
                     raise RequestError(DOWN, server.last_error, retry=True, blames=False)
                 sent()
@@ -201,7 +206,7 @@ class Dispatcher:
                 server.succeeded(tokens)
                 return result
         except RequestError as error:
-            if error.retry and error.blames:
+            if (error.retry or error.refused) and error.blames:
                 server.failed(error.detail)
             if error.cause == "connection" or error.cause.startswith("http 5"):
                 server.went_away()
@@ -215,6 +220,7 @@ class Dispatcher:
         after_s: float,
     ) -> T:
         """Run `call` on `server`; `after_s` after it was sent, also on another that is idle."""
+            server.refuses_token |= error.refused
         turn = asyncio.Event()
         server.tokens_waiting += tokens  # now: the task begins after others have chosen a server
         first = asyncio.ensure_future(self._on(call, server, tokens, turn.set, expected=True))
@@ -282,7 +288,7 @@ class Dispatcher:
             try:
                 await require_same_model(self._quick, server)
             except RequestError as error:
-                if error.retry:
+                if error.retry or error.refused:
                     server.failed(error.detail)
                 raise
             server.passed_trial()

@@ -14,11 +14,11 @@ import numpy as np
 
 from mopd_teachers import wire
 from mopd_teachers.cache import ScoreCache
-from mopd_teachers.dispatch import Dispatcher
+from mopd_teachers.dispatch import DOWN, Dispatcher
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
 from mopd_teachers.replica import UNKNOWN, Endpoint, Replica
-from mopd_teachers.transport import REFUSED, RequestError
+from mopd_teachers.transport import RequestError
 from mopd_teachers.waiting import all_of, wait_until_there
 
 _SAME_MODEL = 0.25
@@ -106,7 +106,7 @@ class KnownServers(Dispatcher):
         try:
             scores = await probe_server(self._again, server, self.name, self._needs)
         except RequestError as error:
-            if error.cause in REFUSED:
+            if error.refused:
                 raise TeacherError(
                     f"teacher {self.name!r}: {error.detail}. {WRONG_TOKEN}"
                 ) from error
@@ -132,6 +132,7 @@ class KnownServers(Dispatcher):
             )
         except (RequestError, TeacherError) as error:
             server.last_error = str(error)
+            server.refuses_token = isinstance(error, RequestError) and error.refused
             return False
         server.recovered()
         return True
@@ -195,6 +196,8 @@ class KnownServers(Dispatcher):
             for attempt in range(self._retries + 1):
                 if server.vouched:
                     return
+                if server.on_trial:  # as those found that came before
+                    raise RequestError(DOWN, server.last_error, retry=True, blames=False)
                 try:
                     await self._meet_again(server)
                     return

@@ -67,6 +67,7 @@ class Replica:
         self._rest_until, self._rests = 0.0, 0
         self._vouched_until = 0.0
         # How fast it is: tokens done and seconds busy, of about the last minute.
+        self.refuses_token = False
         self._done_tokens, self._busy_s, self._counted_to = 0.0, 0.0, 0.0
         self._most_tokens = math.inf  # in flight, as far as deadlines that were missed tell
         self.enter_loop()
@@ -225,6 +226,7 @@ def url_problem(url: str) -> str | None:
     if "@" in url:
         return (
             f"the endpoint at {url.rpartition('@')[2]} has a user or a password in its URL, which "
+        self.refuses_token = False
             "messages and files would show; put a bearer token into the variable of api_key_env "
             "instead"
         )

@@ -12,7 +12,7 @@ from mopd_teachers.replica import Replica
 BUSY = "http 429"
 """Cause of a request that a server refused because it has too much to do already."""
 REFUSED = ("http 401", "http 403")
-"""Causes of requests whose token a server does not accept."""
+"""Causes of requests whose token a server does not accept; another server may."""
 
 
 class RequestError(Exception):
@@ -36,6 +36,11 @@ class RequestError(Exception):
         self.blames, self.wait_s = blames, wait_s
         self.at: Replica | None = None
         """The server that was asked last."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server does not accept the token: to ask it again is of no use."""
+        return self.cause in REFUSED
 
 
 class Ask(Protocol):

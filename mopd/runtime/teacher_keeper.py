@@ -4,7 +4,8 @@ the client:   try again, on another replica where there is one; a replica that f
               again is left alone for a while
 the keeper:   restart servers of ours that died or hang, within `max_restarts`; beside the run
               while other servers of the teacher answer
-              when no server is left that answers: pause, with a message, up to `pause_s`
+              when no server is left that answers, or that accepts the token: pause, with a
+              message, up to `pause_s`
 then:         the samples have no score; the loop masks them, counts them by cause, and stops
               the run when a step loses more than its budget
 """
@@ -221,12 +222,8 @@ class TeacherKeeper:
         while (waited := time.monotonic() - begin) < self.config.pause_s:
             if time.monotonic() - reminded >= REMIND_S:
                 reminded = time.monotonic()
-                last = next((s.last_error for s in self.client.servers if s.last_error), "")
-                self._note(
-                    f"teacher {self.name}: none of its servers answers, the run waits "
-                    f"({waited:.0f} of {self.config.pause_s:g} s); bring one back under the same "
-                    f"address, add another (mopd teachers add), or end the run: {last}"
-                )
+                so_far = f"the run waits ({waited:.0f} of {self.config.pause_s:g} s)"
+                self._note(f"teacher {self.name}: {self._trouble(so_far)}")
             self._waiting()
             await asyncio.sleep(min(POLL_S, self.config.pause_s - waited))
             added = any(not server.failures_in_a_row for server in self.client.servers)
@@ -238,6 +235,26 @@ class TeacherKeeper:
         self._given_up = True
         self._note(f"teacher {self.name}: did not come back; its samples are masked and counted")
         return False
+
+    def _trouble(self, so_far: str) -> str:
+        """Why nothing is scored, and what can be done about it."""
+        refusing = [server.url for server in self.client.servers if server.refuses_token]
+        if not refusing:
+            last = next((s.last_error for s in self.client.servers if s.last_error), "")
+            return (
+                f"none of its servers answers, {so_far}; bring one back under the same address, "
+                f"add another (mopd teachers add), or end the run: {last}"
+            )
+        variable = self.config.api_key_env
+        if variable is None:
+            sent, instead = f"none: teachers.{self.name} names no api_key_env", ""
+        else:
+            sent = f"the value that {variable} had when the run began"
+            instead = f", set {variable}, and go on with resume=true"
+        return (
+            f"its token ({sent}) is refused by {', '.join(refusing)}, {so_far}; let the server "
+            f"accept it again, add one that does (mopd teachers add), or end the run{instead}"
+        )
 
 
 def _lost(outcome: Outcome) -> bool:

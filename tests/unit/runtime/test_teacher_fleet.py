@@ -30,7 +30,7 @@ class Server:
     def __init__(self, up: bool = False, value: float = -1.0) -> None:
         self.up, self.starts, self.value = up, 0, value
         self.hangs = self.cannot_start = False
-        self.failures_in_a_row, self.last_error = 0, ""
+        self.failures_in_a_row, self.last_error, self.refuses_token = 0, "", False
         self.servers = [self]
         self.names: list[str] = []
         self.asked: list[tuple[ScoreItem, int]] = []

@@ -54,11 +54,13 @@ class FakeServer:
         self.model, self.fast, self.score, self.spoil, self.alter = model, fast, score, spoil, alter
         self.instance = "1"
         self.port = 0  # any
+        self.refuses: int | None = None  # status of every answer, whatever the token
+        self.refused = 0
         self.posts = 0
         self.armed = False  # spoil and alter only after the probe
 
     async def __aenter__(self) -> FakeServer:
-        app = web.Application()
+        app = web.Application(middlewares=[self.guarded])
         app.router.add_get("/v1/models", self.models)
         app.router.add_post("/v1/completions", self.completions)
         if self.fast:
@@ -73,6 +75,13 @@ class FakeServer:
 
     async def __aexit__(self, *_: object) -> None:
         await self.runner.cleanup()
+
+    @web.middleware
+    async def guarded(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.refuses is None:
+            return await handler(request)  # type: ignore[no-any-return]
+        self.refused += 1
+        return web.Response(status=self.refuses, text="Unauthorized")
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": self.model, "max_model_len": 64}]})
