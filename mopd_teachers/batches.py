@@ -33,8 +33,8 @@ SERVER_CAUSES = ANSWERED_WRONG | {
     "stranger",
     RESTARTED,
     DOWN,
-}
     *REFUSED,
+}
 _ONE_NUMBER = 1e-3
 """Nats: scores of different tokens that lie closer together than that are no scores, unless the
 teacher is sure of every token."""

@@ -176,6 +176,10 @@ class Dispatcher:
             await asyncio.sleep(_pause_s(attempt) * random.uniform(0.5, 1.5))
             attempt += 1
 
+    def _someone_accepts(self) -> bool:
+        """Whether a server may be well that is not known to refuse the token."""
+        return any(not server.refuses_token and not server.on_trial for server in self._servers)
+
     async def _on(
         self,
         call: Callable[[Replica], Awaitable[T]],
@@ -188,10 +192,6 @@ class Dispatcher:
         when its turn has come. `expected`: see `Replica.admitted`."""
         try:
             async with server.admitted(tokens, expected=expected):
-    def _someone_accepts(self) -> bool:
-        """Whether a server may be well that is not known to refuse the token."""
-        return any(not server.refuses_token and not server.on_trial for server in self._servers)
-
                 if server.on_trial:  # it fell ill while this request waited
                     raise RequestError(DOWN, server.last_error, retry=True, blames=False)
                 sent()
@@ -208,6 +208,7 @@ class Dispatcher:
         except RequestError as error:
             if (error.retry or error.refused) and error.blames:
                 server.failed(error.detail)
+            server.refuses_token |= error.refused
             if error.cause == "connection" or error.cause.startswith("http 5"):
                 server.went_away()
             raise
@@ -220,7 +221,6 @@ class Dispatcher:
         after_s: float,
     ) -> T:
         """Run `call` on `server`; `after_s` after it was sent, also on another that is idle."""
-            server.refuses_token |= error.refused
         turn = asyncio.Event()
         server.tokens_waiting += tokens  # now: the task begins after others have chosen a server
         first = asyncio.ensure_future(self._on(call, server, tokens, turn.set, expected=True))

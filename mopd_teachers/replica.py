@@ -64,10 +64,10 @@ class Replica:
         # How well it is.
         self.failures_in_a_row = 0
         self.last_error = ""
+        self.refuses_token = False
         self._rest_until, self._rests = 0.0, 0
         self._vouched_until = 0.0
         # How fast it is: tokens done and seconds busy, of about the last minute.
-        self.refuses_token = False
         self._done_tokens, self._busy_s, self._counted_to = 0.0, 0.0, 0.0
         self._most_tokens = math.inf  # in flight, as far as deadlines that were missed tell
         self.enter_loop()
@@ -210,6 +210,7 @@ class Replica:
         if self.on_trial:
             self._forget_speed()
         self.failures_in_a_row, self._rest_until, self._rests, self.last_error = 0, 0.0, 0, ""
+        self.refuses_token = False
 
     def _forget_speed(self) -> None:
         """The time that it was down says nothing of how fast it is."""
@@ -226,7 +227,6 @@ def url_problem(url: str) -> str | None:
     if "@" in url:
         return (
             f"the endpoint at {url.rpartition('@')[2]} has a user or a password in its URL, which "
-        self.refuses_token = False
             "messages and files would show; put a bearer token into the variable of api_key_env "
             "instead"
         )
