@@ -58,6 +58,9 @@ class WeightSyncError(MopdError):
 class FailureBudgetError(MopdError):
     """More samples failed than `failures` in the configuration allows."""
 
+    finished_steps: int = 0
+    """Steps before the one that lost them; its prompts were drawn and never trained on."""
+
 
 class Faults:
     """Errors of several independent checks, so that a user sees all of them at once."""

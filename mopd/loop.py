@@ -61,8 +61,6 @@ class Parts:
     refuse: Callable[[Rollout], str | None] = lambda _: None
     """Why a rollout cannot be trained on, or None."""
     stop_requested: Callable[[], bool] = lambda: False
-    step_begins: Callable[[int], None] = lambda _: None
-    """Called with the number of finished steps, before anything is drawn for the next one."""
     checkpoint_progress: Callable[[], Awaitable[Mapping[str, float]]] = no_metrics
     """Called in every step, while the student has nothing to do; returns how saving went."""
 
@@ -77,7 +75,6 @@ async def train(parts: Parts, config: Config, first_step: int = 0) -> int:
     train_config, every = config.train, config.evaluation.every
     for step in range(first_step, train_config.steps):
         timer = StageTimer(parts.observer)
-        parts.step_begins(step)
         prompts = parts.prompts.draw(train_config.prompts_per_step)
         batch = await collect_step(parts, step, prompts, config, timer)
         samples, metrics = parts.credit.samples(batch.scored, step)
@@ -306,12 +303,14 @@ def require_within_budget(step: int, total: int, counts: Counter[str], config: C
         lost = {cause: n for cause, n in counts.items() if cause.startswith(kind)}
         if sum(lost.values()) > limit * total:
             causes = "\n  ".join(f"{n} x {cause}" for cause, n in sorted(lost.items()))
-            raise FailureBudgetError(
+            error = FailureBudgetError(
                 f"step {step + 1}: {sum(lost.values())} of {total} samples failed, more than "
                 f"failures.{key} = {limit:g} allows:\n  {causes}\n"
                 "The last checkpoint, if there is one, is intact; mend the cause and go on with "
                 "resume=true."
             )
+            error.finished_steps = step
+            raise error
 
 
 def reward_metrics(scored: Sequence[ScoredSample]) -> dict[str, float]:

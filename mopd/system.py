@@ -86,7 +86,6 @@ class System:
         self._mixture = prepared.mixture()
         self._recent: Collection[Mapping[str, float]] = ()
         self._credit = Credit(prepared.config)
-        self._before: tuple[int, dict[str, Any]] = (0, {})
 
     @classmethod
     async def start(
@@ -214,7 +213,7 @@ class System:
                 await self._checkpoint(done)
             except Exception as error:
                 if isinstance(error, FailureBudgetError):
-                    await self._save_finished_steps(first_step)
+                    await self._save_finished_steps(error.finished_steps, first_step)
                 lost = await self._checkpoints.rescue()
                 if lost is not None:
                     progress.warn(lost)
@@ -302,7 +301,6 @@ class System:
             checkpoint=self._checkpoint,
             refuse=self._prepared.refuse,
             stop_requested=stop_requested,
-            step_begins=self._remember,
             checkpoint_progress=self._checkpoints.progress,
         )
 
@@ -316,26 +314,19 @@ class System:
         )
 
     async def _checkpoint(self, step: int) -> None:
-        await self._checkpoints.save(step, self._state())
+        state = {"prompts": self._mixture.state_dict(), "credit": self._credit.state_dict()}
+        await self._checkpoints.save(step, state)
 
-    def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the student."""
-        return {"prompts": self._mixture.state_dict(), "credit": self._credit.state_dict()}
-
-    def _remember(self, step: int) -> None:
-        """A step that loses too much has drawn prompts that it does not train on."""
-        self._before = (step, self._state())
-
-    async def _save_finished_steps(self, first_step: int) -> None:
-        """The run ends in a step that lost too much: keep what was trained before it."""
-        step, state = self._before
+    async def _save_finished_steps(self, step: int, first_step: int) -> None:
+        """The run ends in a step that lost too much: keep the `step` steps before it."""
         known = {checkpoint.step for checkpoint in find_checkpoints(self._run_dir)}
         if step == first_step or step in known:
             return
         self._progress.stage("checkpoint")
         try:
             await self._sync.proven()
-            await self._checkpoints.save(step, state)
+            self._mixture.take_back()  # credit was not given for them yet
+            await self._checkpoint(step)
             await self._checkpoints.finish()
             self._progress.note(f"saved after step {step}; resume=true goes on from there")
         except Exception as error:  # the run ends for another reason, which must be told

@@ -44,7 +44,7 @@ class PassHistory:
         """Give every retired prompt back. Counts stay: one retires again when it is judged again
         and its rate is still high enough."""
         self.reopened += 1
-        self.retired.clear()
+        self.retired = set()
 
     def failure_rate(self, index: int) -> float:
         """1 - success rate; 1 for a prompt that was never judged, so that it is tried."""

@@ -1,6 +1,7 @@
 """Which prompts a step trains on: each domain's share, exactly, and resumable.
 
-    weights -> how many of each domain (here) -> which ones (`mopd.data.orders`)
+    weights -> how many of each domain (here) -> which ones (`mopd.data.stream`, in one of
+    `mopd.data.orders`)
     verdicts -> pass rates, retired prompts (`mopd.data.history`) -> which ones
 
 Draws are a pure function of the seed, the prompts and the state, which is small and saved with
@@ -9,55 +10,18 @@ every checkpoint. So a resumed run draws what the uninterrupted one would have d
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
 from mopd.config.schema import SamplingConfig
 from mopd.data.history import PassHistory
-from mopd.data.orders import Curriculum, Order, Shuffled
+from mopd.data.orders import Curriculum, Shuffled
 from mopd.data.sampling import make_order, require_same_rules, resolve_rules
+from mopd.data.stream import Stream
 from mopd.errors import ConfigError, DataError
 from mopd.types import Prompt
-
-
-@dataclass
-class _Stream:
-    """One domain's prompts."""
-
-    name: str
-    prompts: Sequence[Prompt]
-    share: Fraction
-    order: Order
-    history: PassHistory
-    drawn: int = 0
-    """Prompts given in all, replacements (`draw_more`) not counted: they are not of the share."""
-    held: set[int] = field(default_factory=set)
-    """What the current step has been given."""
-
-    def left(self) -> int:
-        """How many prompts can still be given to this step."""
-        return len(self.prompts) - len(self.held | self.history.retired)
-
-    def take(self, count: int, step: int) -> list[Prompt]:
-        assert count <= self.left()
-        taken = self.order.pick(count, self.held, self.history.retired, step)
-        self.held.update(taken)
-        return [self.prompts[index] for index in taken]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Of every prompt's id, token ids and difficulty, in order; they never change."""
-        digest = hashlib.sha256()
-        for prompt in self.prompts:
-            row = [prompt.id, prompt.token_ids, prompt.difficulty]
-            digest.update(json.dumps(row).encode() + b"\n")
-        return digest.hexdigest()[:32]
 
 
 class Mixture:
@@ -100,8 +64,8 @@ class Mixture:
         self._rules = resolve_rules(sampling or SamplingConfig(), total_steps)
         self._steps = 0  # draws begun
         self._warnings: list[str] = []
-        self._places: dict[str, tuple[_Stream, int]] = {}
-        self._streams: dict[str, _Stream] = {}
+        self._places: dict[str, tuple[Stream, int]] = {}
+        self._streams: dict[str, Stream] = {}
         for name, prompts in domains.items():
             share = Fraction(str(weights[name])) / total
             if share > 0 and not prompts:
@@ -113,7 +77,7 @@ class Mixture:
                 if share > 0
                 else Shuffled(name, 0, seed)
             )
-            stream = _Stream(name, list(prompts), share, order, history)
+            stream = Stream(name, list(prompts), share, order, history)
             self._streams[name] = stream
             for index, prompt in enumerate(prompts):
                 other, _ = self._places.setdefault(prompt.id, (stream, index))
@@ -141,7 +105,7 @@ class Mixture:
         placed: list[tuple[Fraction, int, Prompt]] = []
         for rank, (name, stream) in enumerate(self._streams.items()):
             count = counts[name]
-            stream.held.clear()
+            stream.begin_step()
             if stream.left() < count:
                 self._reopen(stream, count)
             for index, prompt in enumerate(stream.take(count, self._steps)):
@@ -169,6 +133,12 @@ class Mixture:
         count = min(n, stream.left())
         return stream.take(count, max(0, self._steps - 1)) if count else []
 
+    def take_back(self) -> None:
+        """Undo the last `draw` and every `draw_more` since; no verdict may have been recorded."""
+        for stream in self._streams.values():
+            stream.take_back()
+        self._steps -= 1
+
     def record(self, prompt_id: str, passed: int, judged: int) -> None:
         """What the verifier said of one prompt's samples: `passed` of `judged` are right.
 
@@ -184,7 +154,7 @@ class Mixture:
                 f"prompt {prompt_id!r}: expected 0 <= passed <= judged, got {passed} of {judged}"
             )
         stream, index = self._places[prompt_id]
-        stream.history.record(index, passed, judged)
+        stream.record(index, passed, judged)
 
     def metrics(self) -> dict[str, float]:
         """Per domain: mean of the prompts' recorded pass rates (once there is one); retired
@@ -207,7 +177,7 @@ class Mixture:
         warnings, self._warnings = self._warnings, []
         return warnings
 
-    def _reopen(self, stream: _Stream, count: int) -> None:
+    def _reopen(self, stream: Stream, count: int) -> None:
         if not stream.history.reopened:
             self._warnings.append(
                 f"domain {stream.name!r}: {len(stream.history.retired)} of its "
@@ -239,17 +209,7 @@ class Mixture:
             "seed": self._seed,
             "sampling": self._rules,
             "steps": self._steps,
-            "domains": {
-                name: {
-                    "share": str(stream.share),
-                    "prompts": stream.fingerprint,
-                    "drawn": stream.drawn,
-                    "held": sorted(stream.held),
-                    "order": stream.order.state_dict(),
-                    "history": stream.history.state_dict(),
-                }
-                for name, stream in self._streams.items()
-            },
+            "domains": {name: stream.state_dict() for name, stream in self._streams.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -263,11 +223,7 @@ class Mixture:
         self._steps = int(state["steps"])
         self._warnings = []
         for name, stream in self._streams.items():
-            each = state["domains"][name]
-            stream.drawn = int(each["drawn"])
-            stream.held = {int(index) for index in each["held"]}
-            stream.order.load_state_dict(each["order"])
-            stream.history.load_state_dict(each["history"])
+            stream.load_state_dict(state["domains"][name])
 
     def _require_same(self, state: Mapping[str, Any]) -> None:
         saved = state["domains"]
@@ -288,16 +244,5 @@ class Mixture:
                 "that made it, or start a run of another name"
             )
         for name, stream in self._streams.items():
-            if saved[name]["prompts"] != stream.fingerprint:
-                raise DataError(
-                    f"domain {name!r}: its prompts are not those of the checkpoint (rows, their "
-                    "difficulty or the tokenizer have changed), so it cannot be known which were "
-                    "trained on; restore them, or start a run of another name"
-                )
-            if saved[name]["share"] != str(stream.share):
-                raise DataError(
-                    f"domain {name!r}: the checkpoint was made with share "
-                    f"{saved[name]['share']} of the prompts, this run has {stream.share}; "
-                    "restore domains.*.weight, or start a run of another name"
-                )
+            stream.require_same(saved[name])
         require_same_rules(state["sampling"], self._rules)

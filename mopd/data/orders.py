@@ -3,7 +3,8 @@
 An order only picks indices. Which of them are barred is told to each pick: `held`, those that the
 step already holds (two groups of one prompt in a step would share their sample ids), and
 `retired`. Picks are a pure function of the seed, the domain's name and the order's own state; the
-caller asks for no more than there are, so `count` indices always come back.
+caller asks for no more than there are, so `count` indices always come back. A pick replaces what
+the order keeps and changes nothing in place, so that a shallow copy stays where it was made.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class Curriculum:
         ]
         fresh = [index for index in available if index not in self._seen]
         taken = rng.sample(fresh, min(count, len(fresh)))
-        self._seen.update(taken)
+        self._seen = self._seen | set(taken)
         if len(taken) < count:  # every open prompt has come: a new round
             again = rng.sample(sorted(set(available) - set(taken)), count - len(taken))
             taken += again

@@ -11,6 +11,7 @@ import pytest
 
 from mopd.config.schema import Config, DomainConfig
 from mopd.credit import Credit
+from mopd.data.mixture import Mixture
 from mopd.errors import FailureBudgetError
 from mopd.loop import Parts, no_metrics, train
 from mopd.protocols import TeacherFailed, VerifierFailed
@@ -181,7 +182,6 @@ def run(
         observer=FakeObserver(),
         checkpoint=checkpoint,
         stop_requested=lambda: stop_after is not None and len(student.batches) >= stop_after,
-        step_begins=train_config.get("step_begins", lambda _: None),
         checkpoint_progress=train_config.get("checkpoint_progress", no_metrics),
     )
     done = asyncio.run(train(parts, config))
@@ -241,12 +241,30 @@ def test_c17_groups_are_prompts_of_one_step_also_when_samples_are_missing() -> N
     assert advantage["0:1:code/0:1"] == 0.0  # its group has one member left
 
 
-def test_a_step_is_told_before_anything_is_drawn_for_it() -> None:
-    """So that what a step that loses too much has drawn can be taken back."""
-    seen: list[tuple[int, int]] = []
-    prompts = FakePrompts()
-    run(steps=3, prompts=prompts, step_begins=lambda n: seen.append((n, prompts.drawn)))
-    assert seen == [(0, 0), (1, 1), (2, 2)]
+@pytest.mark.parametrize("dynamic_rounds", [0, 1])
+def test_what_a_step_past_its_budget_has_drawn_can_be_taken_back(dynamic_rounds: int) -> None:
+    """Then the prompts are as after the steps before it, which the error counts."""
+
+    def source() -> Mixture:
+        domains = {
+            d: [Prompt(f"{d}/{i}", d, "q", (i,)) for i in range(20)] for d in ("math", "code")
+        }
+        return Mixture(domains, dict.fromkeys(domains, 1.0), 0)
+
+    shorter, longer, twin = source(), source(), source()
+    run(prompts=shorter, group=2, dynamic_rounds=dynamic_rounds)
+    run(prompts=twin, group=2, dynamic_rounds=dynamic_rounds)
+    drawn = twin.draw(3)
+    if dynamic_rounds:  # every group's rewards are equal: one of each is lost after the replacement
+        counts = Counter(prompt.domain for prompt in drawn)
+        drawn += [p for d in ("math", "code") for p in twin.draw_more(d, counts[d])]
+    lost = [f"1:{place}:{p.id}:0" for place, p in enumerate(drawn) if place >= 3 * dynamic_rounds]
+    with pytest.raises(FailureBudgetError) as caught:
+        run(steps=3, prompts=longer, group=2, lost=lost, dynamic_rounds=dynamic_rounds, budget=0.2)
+    assert longer.state_dict() != shorter.state_dict()
+    longer.take_back()
+    assert longer.state_dict() == shorter.state_dict()
+    assert caught.value.finished_steps == 1
 
 
 def test_past_the_budget_the_run_stops_and_says_why() -> None:

@@ -239,6 +239,29 @@ def test_resuming_anywhere_gives_the_same(
 
 
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+@given(case=scripts(), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_step_is_taken_back_whole(
+    rules: SamplingConfig, case: tuple[dict[str, int], int, Script], data: st.DataObject
+) -> None:
+    sizes, seed, script = case
+    source, straight = mixture(sizes, rules, seed), mixture(sizes, rules, seed)
+    step: list[Prompt] = []
+    play(source, script, step)
+    play(straight, script, [])
+    n = data.draw(st.integers(1, min(sizes.values()) * len(sizes)))
+    more = [("more", (name, k)) for name in sizes for k in data.draw(st.lists(st.integers(1, 4)))]
+    first = play(source, [("draw", n), *more], [])
+    source.take_back()
+    assert source.state_dict() == straight.state_dict()
+    assert play(source, [("draw", n), *more], []) == first
+    source.take_back()
+    later: Script = [("draw", n), ("record", [4, 4, 0, 4]), *script]
+    assert play(source, later, []) == play(straight, later, [])
+    assert source.state_dict() == straight.state_dict()
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @given(case=scripts())
 @settings(max_examples=60, deadline=None)
 def test_steps_hold_no_prompt_twice_and_no_retired_one(
