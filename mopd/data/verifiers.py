@@ -20,7 +20,8 @@ from typing import Any
 
 from mopd.config.schema import PromptsConfig, VerifierConfig
 from mopd.config.wording import kind_of, nearest
-from mopd.data.harness import chosen_scoring, load_task, score_answer, score_choices
+from mopd.data.harness import load_task
+from mopd.data.harness_scoring import chosen_scoring, score_answer, score_choices
 from mopd.data.math_answers import same_mathematics
 from mopd.data.tasks import TaskItem, reasoning_gym_score
 from mopd.errors import ConfigError, MopdError
