@@ -14,35 +14,10 @@ import numpy as np
 from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
 from mopd.protocols import Sequences
+from mopd.rollout.engine_arguments import engine_arguments, engine_environment
 from mopd.rollout.manifest import checkpoint_manifest, require_same_sums
 from mopd.rollout.updates import WeightUpdates
 from mopd.types import Prompt, Rollout, TopK, UpdateProof, finish_reason
-
-_GIB = 2**30
-_CPU_BLOCK_TOKENS = 128
-"""Of vLLM's KV cache on the CPU, unless told otherwise."""
-
-
-def engine_environment(threads: int, *, gpu: bool) -> dict[str, str]:
-    """Environment variables a process needs *before* it imports vLLM."""
-    env = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }
-    if not gpu:
-        # One process per engine: each further one imports everything again, and threads that
-        # share the cores with the trainer make both an order of magnitude slower.
-        env |= {
-            "OMP_NUM_THREADS": str(threads),
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Even in eager mode vLLM compiles small helpers at the first batch: seconds of
-            # compiling for microseconds of gain.
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-    return env
 
 
 class RolloutEngine:
@@ -90,36 +65,18 @@ class RolloutEngine:
         self._ignore_eos = config.ignore_eos
         self._seed = seed
         self.weight_version = 0
-        cpu = {} if gpu else cpu_arguments(max_model_len, config.max_response_tokens)
-        memory = (
-            {}
-            if gpu and config.kv_cache_gib <= 0
-            else {"kv_cache_memory_bytes": int(config.kv_cache_gib * _GIB)}
-        )
-        routes: dict[str, Any] = {}
-        if record_routes:
-            # A prefix from the cache is not computed, and so not routed, again.
-            routes = (
-                {"enable_return_routed_experts": True} if gpu else {"enable_prefix_caching": False}
-            )
         self._record_routes = record_routes
         self._llm = LLM(
-            model=str(model),
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            enforce_eager=not gpu,
-            seed=seed,
-            # mu must be the logprob of the distribution that was sampled: temperature included.
-            logprobs_mode="processed_logprobs",
-            max_logprobs=-1,  # a request's own top_k is the bound
-            worker_extension_cls="mopd.rollout.worker_extension.WorkerExtension",
-            disable_log_stats=True,
-            **memory,
-            **(cpu | routes),
-            **({"hf_overrides": {"head_dtype": "float32"}} if fp32_head else {}),
-            **({"weight_transfer_config": {"backend": transfer}} if transfer else {}),
+            **engine_arguments(
+                model,
+                config,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                seed=seed,
+                record_routes=record_routes,
+                fp32_head=fp32_head,
+                transfer=transfer,
+            )
         )
         self._updates = WeightUpdates(self._llm, expected, self._said)
         self._recorded = record_routes and not gpu
@@ -287,25 +244,6 @@ class RolloutEngine:
                 f"{what}: the prefix cache could not be reset; "
                 "requests were still running during the update"
             )
-
-
-def cpu_arguments(max_model_len: int, max_response_tokens: int) -> dict[str, Any]:
-    """vLLM's arguments for an engine on the CPU; lengths in tokens."""
-    from mopd.rollout import cpu_norms
-
-    cpu_norms.register()
-    arguments: dict[str, Any] = {
-        # With seeds of their own, vLLM 0.32 winds a request's generator back after a prefill in
-        # pieces, which a CPU generator cannot do; whole prefills need no winding back.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(max_model_len, 4096),
-        "ir_op_priority": cpu_norms.PRIORITY,
-    }
-    if max_model_len - max_response_tokens < _CPU_BLOCK_TOKENS:
-        # No prompt fills a block, and only whole blocks are found again: keeping the books of
-        # them is 5% of a step.
-        arguments["enable_prefix_caching"] = False
-    return arguments
 
 
 def sampler_topk(ids: Sequence[int], entries: Sequence[Any], top_k: int) -> TopK:

@@ -12,7 +12,7 @@ import ray
 from mopd.config.schema import RolloutConfig
 from mopd.errors import WeightSyncError
 from mopd.protocols import Sequences
-from mopd.rollout.engine import engine_environment
+from mopd.rollout.engine_arguments import engine_environment
 from mopd.runtime.logs import write_output_to
 from mopd.runtime.startup import Startup
 from mopd.types import Prompt, Rollout, UpdateProof

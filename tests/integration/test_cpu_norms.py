@@ -54,7 +54,7 @@ def test_what_the_kernel_cannot_do_stays_with_vllms_own(ops) -> None:  # type: i
 
 
 def test_prefixes_are_kept_only_where_one_could_be_found_again(ops) -> None:  # type: ignore[no-untyped-def]
-    from mopd.rollout.engine import cpu_arguments
+    from mopd.rollout.engine_arguments import cpu_arguments
 
     short, long = cpu_arguments(128 + 16, 16 + 1), cpu_arguments(128 + 16, 16)
     assert short["enable_prefix_caching"] is False and "enable_prefix_caching" not in long
