@@ -1,7 +1,8 @@
 """Composition root: from a configuration to parts that run. Nothing here starts a process.
 
 What can be found wrong without loading a model is found here: configuration, tokenizers, prompts,
-lengths, verifiers (`prepare`). `mopd.system` then starts the processes and hands them to the loop.
+lengths, verifiers (`prepare`). `mopd.starting` then starts the processes, and `mopd.system` hands
+them to the loop.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ from mopd.observe.versions import write_versions
 from mopd.run_dir import run_folder
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.leftovers import remove_stale_weights
+from mopd.starting import start_system
 from mopd.stopping import StopOnSignal
-from mopd.system import Outcome, System
+from mopd.system import Outcome
 from mopd.weight_sync.publish import transfer_directory
 
 
@@ -83,5 +84,5 @@ async def _run(
         progress.waiting({"ray"})
         host = stack.enter_context(ray_cluster(config))
         stack.enter_context(stop)  # after Ray, whose own handlers would end the process
-        system = await System.start(prepared, progress, run_dir, stack, host)
+        system = await start_system(prepared, progress, run_dir, stack, host)
         return await system.run(checkpoint, stop)

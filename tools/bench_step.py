@@ -36,7 +36,7 @@ from mopd.config.load import load_config
 from mopd.loop import train
 from mopd.observe.progress import Progress
 from mopd.runtime.cluster import ray_cluster
-from mopd.system import System
+from mopd.starting import start_system
 from mopd.types import ScoredSample
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,7 +126,7 @@ async def run_ours(prepared: Prepared, progress: Progress, folder: Path) -> Reco
     recorder = Recorder()
     async with AsyncExitStack() as stack:
         host = stack.enter_context(ray_cluster(prepared.config))
-        system = await System.start(prepared, progress, folder, stack, host)
+        system = await start_system(prepared, progress, folder, stack, host)
         parts = system.parts(NoEvaluation(), recorder, lambda: False)
         await train(parts, prepared.config)
     return recorder

@@ -41,6 +41,7 @@ RANKS: dict[str, int] = {
             "run",
             "run_dir",
             "run_observer",
+            "starting",
             "system",
             "checking",
             "evaluating",
