@@ -15,8 +15,9 @@ import numpy as np
 
 from mopd_teachers.dispatch import DOWN
 from mopd_teachers.identity import KnownServers
+from mopd_teachers.prefixes import Reading, prompts_together
 from mopd_teachers.replica import Replica
-from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore, size_of
 from mopd_teachers.scoring import RESTARTED, score_at
 from mopd_teachers.transport import REFUSED, RequestError
 
@@ -59,23 +60,31 @@ class Batches(KnownServers):
 
     def _chunks(self, items: Sequence[ScoreItem], top_k: int) -> Iterator[list[ScoreItem]]:
         """With our route: large requests, but work for every server, and none so large that its
-        answer could not come in time, or that it would be refused for its bytes. Else one sample a
-        request."""
+        answer could not come in time, or that it would be refused for its bytes; samples of one
+        long prompt together. Else one sample a request."""
         fast = all(s.fast for s in self._servers)
         most = min(SEQUENCES_PER_REQUEST, math.ceil(len(items) / len(self._servers))) if fast else 1
         tokens = min(s.token_budget for s in self._servers) // 2
         chunk: list[ScoreItem] = []
         size = weight = 0
-        for item in items:
-            own = size_of(item), _bytes_of(item, top_k)
-            full = size + own[0] > tokens or weight + own[1] > BYTES_PER_REQUEST
-            if chunk and (full or len(chunk) == most):
-                yield chunk
-                chunk, size, weight = [], 0, 0
-            chunk.append(item)
-            size, weight = size + own[0], weight + own[1]
+        for group in self._groups(items):
+            parted = len(chunk) + len(group) > most  # unless it begins a request
+            for item in group:
+                own = size_of(item), _bytes_of(item, top_k)
+                full = size + own[0] > tokens or weight + own[1] > BYTES_PER_REQUEST
+                if chunk and (full or len(chunk) == most or parted):
+                    yield chunk
+                    chunk, size, weight = [], 0, 0
+                parted = False
+                chunk.append(item)
+                size, weight = size + own[0], weight + own[1]
         if chunk:
             yield chunk
+
+    def _groups(self, items: Sequence[ScoreItem]) -> list[list[ScoreItem]]:
+        """What should go to one server; by itself each where no server has a prefix cache."""
+        blocks = [s.prefixes.block for s in self._servers if s.prefixes is not None]
+        return prompts_together(items, min(blocks)) if blocks else [[item] for item in items]
 
     async def _score_chunk(
         self,
@@ -104,10 +113,14 @@ class Batches(KnownServers):
                 raise RequestError(bad[0].cause, bad[0].detail, True, blames=blames)
 
         try:
-            size = sum(map(size_of, chunk))
             divisible = len(chunk) > 1 and self._retries > 0
             await self._retried(
-                ask, size, hedge=True, divisible=divisible, retries=retries, avoid=avoid
+                ask,
+                Reading(chunk),
+                hedge=True,
+                divisible=divisible,
+                retries=retries,
+                avoid=avoid,
             )
         except RequestError as error:
             left = [item for item in chunk if item.sample_id not in good]
@@ -148,6 +161,8 @@ class Batches(KnownServers):
                 raise
             await self._meet_again(server)
             outcomes = await score_at(self._ask, server, chunk, top_k)
+        found = [each for each in outcomes.values() if isinstance(each, TeacherScore)]
+        self.stats.prefix_tokens += sum(score.cached_tokens for score in found)
         if says_one_number(outcomes):  # of a model that has lost its weights while it ran
             await self._meet_again(server)
         return outcomes
@@ -160,11 +175,6 @@ def says_one_number(outcomes: Mapping[str, Outcome]) -> bool:
     if len(tokens) < _ENOUGH:
         return False
     return float(np.ptp(tokens)) < _ONE_NUMBER and float(tokens.mean()) < _SURE
-
-
-def size_of(item: ScoreItem) -> int:
-    """Tokens of a sample."""
-    return len(item.prompt_ids) + len(item.response_ids)
 
 
 def _bytes_of(item: ScoreItem, top_k: int) -> int:

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from mopd_teachers import wire
-from mopd_teachers.batches import Batches, size_of
+from mopd_teachers.batches import Batches
 from mopd_teachers.cache import ScoreCache, content_key
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.generation import Generation, generate_at, sample_seed
+from mopd_teachers.prefixes import Reading
 from mopd_teachers.probes import ProbeReport
 from mopd_teachers.replica import Endpoint, Replica
-from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore
+from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore, size_of
 from mopd_teachers.transport import RequestError
 
 __all__ = ["Endpoint", "Generation", "ProbeReport", "TeacherClient", "sample_seed"]
@@ -213,7 +214,7 @@ class TeacherClient(Batches):
                 "seed": seed,
             }  # fmt: skip
             return await self._retried(
-                lambda server: generate_at(self._ask, server, chunk, **how), 0
+                lambda server: generate_at(self._ask, server, chunk, **how), Reading()
             )
 
         try:

@@ -1,7 +1,8 @@
 """Which server gets a request, what happens when it fails, and when a second one is asked, too.
 
-A request goes to the server that is well and has the least to do. It is tried again, elsewhere
-where there is another, with growing pauses. With `hedge_after_s` a question that is still
+A request goes to the server that is well and has the least to do, counted with what it would have
+to read twice because another server has the beginning in its prefix cache. It is tried again,
+elsewhere where there is another, with growing pauses. With `hedge_after_s` a question that is still
 unanswered after that long (with `hedge_quantile`: and after longer than that share of the last
 requests took) is also put to another server, as soon as one has nothing to do; the
 first good answer counts and the other request is given up, which ends its work at a server of
@@ -21,6 +22,7 @@ import aiohttp
 
 from mopd_teachers import transport
 from mopd_teachers.errors import TeacherError
+from mopd_teachers.prefixes import Reading
 from mopd_teachers.probes import require_same_model
 from mopd_teachers.replica import Endpoint, Replica
 from mopd_teachers.stats import TeacherStats
@@ -122,18 +124,28 @@ class Dispatcher:
         pause_s = min(error.wait_s or _pause_s(times), _BUSY_MAX_S)
         await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
 
-    def _least_loaded(self, avoid: Replica | None) -> Replica:
-        """A server that is well and has the least to do; the one that has just failed comes after
-        the others, but before one that is on trial."""
-        return min(
-            self._servers,
-            key=lambda s: (s.on_trial, s.resting, s is avoid, *s.load),
-        )
+    def _least_loaded(self, reading: Reading, avoid: Replica | None) -> Replica:
+        """A server that is well and will have the least to do with `reading`; the one that has just
+        failed comes after the others, but before one that is on trial.
+
+        Tokens that only this server would have to read again count twice: once for the time until
+        this request is done, once for the time that they take from those to come. So a prompt
+        stays with the server that has read it, unless others are idler by more than that.
+        """
+        costs = {server: server.to_read(reading) for server in self._servers}
+        least = min(costs.values())
+
+        def rank(server: Replica) -> tuple[bool, bool, bool, int, int]:
+            tokens, requests = server.load
+            tokens += 2 * costs[server] - least
+            return server.on_trial, server.resting, server is avoid, tokens, requests
+
+        return min(self._servers, key=rank)
 
     async def _retried(
         self,
         call: Callable[[Replica], Awaitable[T]],
-        tokens: int,
+        reading: Reading,
         hedge: bool = False,
         divisible: bool = False,
         retries: int | None = None,
@@ -152,7 +164,7 @@ class Dispatcher:
         attempt = busy = 0
         patience_ends = time.monotonic() + _BUSY_DEADLINES * self._timeout_s
         while True:
-            server = self._least_loaded(avoid=server)
+            server = self._least_loaded(reading, avoid=server)
             try:
                 if server.on_trial:
                     await self._stand_trial(server)
@@ -160,8 +172,8 @@ class Dispatcher:
                     after_s = self._hedge_after_s
                     if self._hedge_quantile is not None:
                         after_s = max(after_s, self.stats.latency_s(self._hedge_quantile))
-                    return await self._raced(call, server, tokens, after_s)
-                return await self._on(call, server, tokens)
+                    return await self._raced(call, server, reading, after_s)
+                return await self._on(call, server, server.gets(reading))
             except RequestError as error:
                 error.at = server
                 if error.cause == BUSY and time.monotonic() < patience_ends:
@@ -217,11 +229,12 @@ class Dispatcher:
         self,
         call: Callable[[Replica], Awaitable[T]],
         server: Replica,
-        tokens: int,
+        reading: Reading,
         after_s: float,
     ) -> T:
         """Run `call` on `server`; `after_s` after it was sent, also on another that is idle."""
         turn = asyncio.Event()
+        tokens = server.gets(reading)
         server.tokens_waiting += tokens  # now: the task begins after others have chosen a server
         first = asyncio.ensure_future(self._on(call, server, tokens, turn.set, expected=True))
         second: asyncio.Future[T] | None = None
@@ -236,7 +249,7 @@ class Dispatcher:
                 return first.result()
             assert other is not None
             self.stats.hedges += 1
-            second = asyncio.ensure_future(self._on(call, other, tokens))
+            second = asyncio.ensure_future(self._on(call, other, other.gets(reading)))
             return await self._first_good(first, second, server, other, after_s)
         finally:
             for task in (first, second):

@@ -11,6 +11,7 @@ import numpy as np
 
 from mopd_teachers import wire
 from mopd_teachers.errors import TeacherError
+from mopd_teachers.prefixes import PrefixMemory
 from mopd_teachers.replica import Replica
 from mopd_teachers.scores import ScoreItem, TeacherFailure
 from mopd_teachers.scoring import score_at
@@ -105,6 +106,8 @@ async def _identify(ask: Ask, server: Replica, teacher: str) -> Mapping[str, Any
         described = {}
     server.model, server.max_model_len, server.fast = model, length, bool(described)
     server.instance = described.get("instance")
+    block, tokens = described.get("prefix_block", 0), described.get("prefix_tokens", 0)
+    server.prefixes = PrefixMemory(block, tokens) if block else None
     server.capabilities = frozenset(
         described["capabilities"] if described else (wire.SAMPLED, wire.TOP_K)
     )
@@ -121,7 +124,12 @@ def _speaks_ours(described: Any) -> bool:
         and all(isinstance(each, str) for each in able)
         and isinstance(most, int | None)
         and isinstance(described.get("instance"), str | None)
+        and all(_is_count(described.get(key, 0)) for key in ("prefix_block", "prefix_tokens"))
     )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _require_able(

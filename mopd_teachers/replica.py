@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from mopd_teachers.errors import TeacherError
+from mopd_teachers.prefixes import PrefixMemory, Reading
 
 FAILURES_TO_REST = 3
 REST_S = 1.0
@@ -60,6 +61,8 @@ class Replica:
         """Which start of the server this is, where it says so."""
         self.capabilities: frozenset[str] = frozenset()
         self.max_model_len: int | None = None
+        self.prefixes: PrefixMemory | None = None
+        """What its prefix cache holds; None where scores do not come from there."""
         self._timeout_s, self._concurrency = timeout_s, concurrency
         # How well it is.
         self.failures_in_a_row = 0
@@ -94,6 +97,17 @@ class Replica:
     def load(self) -> tuple[int, int]:
         """Tokens that it has to do and that wait for it, and requests in flight."""
         return self.tokens_in_flight + self.tokens_waiting, self.in_flight
+
+    def to_read(self, reading: Reading) -> int:
+        """Tokens that it has to compute for these sequences."""
+        return reading.tokens if self.prefixes is None else self.prefixes.to_read(reading)
+
+    def gets(self, reading: Reading) -> int:
+        """As `to_read`, of sequences that it now gets."""
+        tokens = self.to_read(reading)
+        if self.prefixes is not None:
+            self.prefixes.sent(reading)
+        return tokens
 
     @property
     def token_budget(self) -> int:
@@ -190,6 +204,8 @@ class Replica:
         """One more request failed for a reason that is the server's."""
         self.failures_in_a_row += 1
         self.last_error = error
+        if self.prefixes is not None:
+            self.prefixes.forget()
         if self.on_trial and not self.resting:
             self._rest_until = time.monotonic() + min(REST_MAX_S, REST_S * 2.0**self._rests)
             self._rests = min(self._rests + 1, 10)

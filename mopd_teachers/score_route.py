@@ -24,8 +24,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.logprobs import LogprobsProcessor
 
 from mopd_teachers import wire
+from mopd_teachers.asked import EXTRA, asked_of
 
-EXTRA = "mopd"  # the same word as in scoring_worker, which is imported in the worker alone
 _CLIENT_LEFT = 499  # nobody reads it
 _counter = itertools.count()
 
@@ -38,8 +38,7 @@ class _ArrayLogprobs(LogprobsProcessor):
     @classmethod
     def from_new_request(cls, tokenizer: Any, request: Any) -> _ArrayLogprobs:
         made = super().from_new_request(tokenizer, request)
-        extra = request.sampling_params.extra_args
-        made.mopd = bool(extra) and EXTRA in extra
+        made.mopd = asked_of(request.sampling_params) is not None
         return made
 
     def _update_prompt_logprobs(self, prompt_logprobs_tensors: Any) -> None:
@@ -77,11 +76,21 @@ class TooMuch(Exception):
 class Scorer:
     """Scores batches on one engine. `model` is the served name that a request must give.
 
-    At most `max_sequences` are in flight together (status 429 past that).
+    At most `max_sequences` are in flight together (status 429 past that). `prefix_block` > 0: the
+    engine may take prompts out of its prefix cache, in blocks of so many tokens, of which it holds
+    `prefix_tokens` (see `prefix_scheduler`).
     """
 
-    def __init__(self, engine: Any, model: str, max_sequences: int = 16_384) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        model: str,
+        max_sequences: int = 16_384,
+        prefix_block: int = 0,
+        prefix_tokens: int = 0,
+    ) -> None:
         self._engine, self.model, self._max_sequences = engine, model, max_sequences
+        self._prefix_block, self._prefix_tokens = prefix_block, prefix_tokens
         self.in_flight = 0
         self.instance = secrets.token_hex(8)
         self.counts: Counter[str] = Counter()
@@ -98,6 +107,8 @@ class Scorer:
             "capabilities": [wire.SAMPLED, wire.TOP_K, wire.CANDIDATES],
             "vocab_size": self.vocab_size,
             "max_top_k": self.max_top_k,
+            "prefix_block": self._prefix_block,
+            "prefix_tokens": self._prefix_tokens,
         }
 
     async def _submit(self, sequence: wire.SequenceMsg, top_k: int) -> tuple[Any, int]:
@@ -124,6 +135,7 @@ class Scorer:
             prompt_logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=not self._prefix_block,
             extra_args={
                 EXTRA: {
                     "first": len(prompt) - 1,
@@ -158,6 +170,7 @@ class Scorer:
             logprobs=wire.floats_to_bytes(values[:, 0]),
             topk_ids=wire.ids_to_bytes(ids[:, 1:]) if wide else b"",
             topk_logprobs=wire.floats_to_bytes(values[:, 1:]) if wide else b"",
+            cached=output.num_cached_tokens or 0,
         )
 
     async def score(self, sequences: Sequence[wire.SequenceMsg], top_k: int) -> list[wire.Result]:
@@ -191,7 +204,8 @@ class Scorer:
         lines = ["# TYPE mopd_score_sequences_in_flight gauge"]
         lines.append(f"mopd_score_sequences_in_flight {self.in_flight}")
         totals = {
-            name: self.counts[name] for name in ("requests", "sequences", "refused", "tokens")
+            name: self.counts[name]
+            for name in ("requests", "sequences", "refused", "tokens", "cached_prompt_tokens")
         }
         for name, value in {**totals, "request_seconds": self.seconds}.items():
             lines += [f"# TYPE mopd_score_{name}_total counter", f"mopd_score_{name}_total {value}"]
@@ -224,6 +238,7 @@ class Scorer:
         self.seconds += time.perf_counter() - begin
         refused = sum(bool(result.error) for result in results)
         self.counts.update(requests=1, sequences=count - refused, refused=refused)
+        self.counts["cached_prompt_tokens"] += sum(result.cached for result in results)
         self.counts["tokens"] += sum(len(result.token_ids) // 4 for result in results)
         reply = wire.ScoreReply(wire.PROTOCOL, self.model, results, self.instance)
         return 200, wire.encode(reply)

@@ -9,7 +9,7 @@ Legend: P prompt ids, R response ids, K candidates a position.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,11 @@ class ScoreItem:
     """[R, K] int32: further ids to score at each response position (the student's top-k)."""
 
 
+def size_of(item: ScoreItem) -> int:
+    """Tokens of a sample."""
+    return len(item.prompt_ids) + len(item.response_ids)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TeacherScore:
     """One sample's scores, in nats."""
@@ -42,6 +47,8 @@ class TeacherScore:
     """[R, K] int32: the teacher's likeliest ids, likeliest first, or the item's candidates."""
     topk_logprobs: np.ndarray | None = None
     """[R, K] float32: log T of `topk_ids`."""
+    cached_tokens: int = 0
+    """Of the prompt, that the server had in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ def score_of_result(item: ScoreItem, result: wire.Result, top_k: int) -> Outcome
                 )
         except ValueError as error:
             raise _Bad("bad scores", f"arrays of other sizes than asked for: {error}") from error
-        return _checked(item, ids, logprobs, topk)
+        return replace(_checked(item, ids, logprobs, topk), cached_tokens=result.cached)
     except _Bad as bad:
         return TeacherFailure(bad.cause, f"sample {item.sample_id}: {bad}")
 

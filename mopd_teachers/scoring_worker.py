@@ -25,9 +25,9 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from mopd_teachers import wire
+from mopd_teachers.asked import asked_of
 from mopd_teachers.gather import scored
 
-EXTRA = "mopd"
 _LOGITS_BYTES = 64 << 20
 """Largest float32 block of logits at a time (a few such exist at once)."""
 
@@ -83,6 +83,7 @@ class GatheredScores:
             if result is None:
                 length = len(request.prompt_token_ids) - 1 - asked["first"]
                 result = LogprobsTensors.empty_cpu(length, 1 + asked["width"])
+                result.logprobs.fill_(torch.nan)  # what no row is computed for is no score
                 request.in_progress_prompt_logprobs_cpu = result
             offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[request_id]])
             for part in self._parts(request, asked, count, offset, result):
@@ -147,12 +148,6 @@ class GatheredScores:
             part.result.logprob_token_ids[part.into] = ids_TK[own]
             part.result.logprobs[part.into] = values_TK[own]
             done += len(part.rows)
-
-
-def asked_of(params: Any) -> dict[str, Any] | None:
-    """What a request of ours asks for; None for any other request."""
-    extra = None if params is None else params.extra_args
-    return None if not extra else extra.get(EXTRA)
 
 
 def _install() -> None:

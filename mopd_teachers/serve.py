@@ -33,8 +33,10 @@ from typing import Any
 _PARENT_POLL_S = 0.5
 _GRACE_S = 5.0
 _BATCHED_TOKENS = 4096
+_CPU_BLOCK_TOKENS = 128
 _LAST_ANSWER_S = 0.5  # for the last bytes to leave
 _PR_SET_PDEATHSIG = 1
+_SCHEDULER = "mopd_teachers.prefix_scheduler.scheduler"
 _COMPILE_OPTIONS = {"--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O", "-cc"}
 
 
@@ -102,6 +104,29 @@ def _run_eagerly(vllm_args: list[str]) -> None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 
+def _share_prefixes(vllm_args: list[str], cpu: bool) -> None:
+    """Let scores begin after what the prefix cache holds (see `prefix_scheduler`), unless the
+    caller schedules otherwise. Where no context fills a block of the cache there is nothing to
+    find, and keeping its books costs some per cent."""
+    context = _option(vllm_args, "--max-model-len", "")
+    block = int(_option(vllm_args, "--block-size", str(_CPU_BLOCK_TOKENS)))
+    if cpu and context.isdigit() and int(context) <= block:
+        if not {"--enable-prefix-caching", "--no-enable-prefix-caching"} & set(vllm_args):
+            vllm_args.append("--no-enable-prefix-caching")
+    if not _option(vllm_args, "--scheduler-cls", ""):
+        vllm_args += ["--scheduler-cls", _SCHEDULER]
+
+
+def _prefix_cache(config: Any) -> tuple[int, int]:
+    """Tokens of a block of the prefix cache and of all of it, as far as scores may come from there;
+    zeros where they may not. What another machine's cache gives is not bounded by our scheduler."""
+    cache = config.cache_config
+    ours = config.scheduler_config.scheduler_cls == _SCHEDULER
+    if not ours or not cache.enable_prefix_caching or config.kv_transfer_config is not None:
+        return 0, 0
+    return cache.block_size, cache.block_size * (cache.num_gpu_blocks or 0)
+
+
 def _option(args: Sequence[str], name: str, default: str) -> str:
     for i, arg in enumerate(args):
         if arg == name and i + 1 < len(args):
@@ -157,7 +182,13 @@ async def _run(args: Any, sock: socket.socket | None, drain_s: float) -> None:
             await require_scoring_workers(engine)
             served = args.served_model_name
             keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
-            scorer = Scorer(engine, served[0] if served else args.model)
+            block, tokens = _prefix_cache(engine.vllm_config)
+            scorer = Scorer(
+                engine,
+                served[0] if served else args.model,
+                prefix_block=block,
+                prefix_tokens=tokens,
+            )
             add_score_route(app, scorer)
             door = Door(keys)
             # vLLM has put its own middleware together already; ours comes before all of it.
@@ -202,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     backend = _option(vllm_args, "--distributed-executor-backend", "")
     ranks = int(_option(vllm_args, "--tensor-parallel-size", "1"))
     ranks *= int(_option(vllm_args, "--pipeline-parallel-size", "1"))
+    _share_prefixes(vllm_args, current_platform.is_cpu())
     if current_platform.is_cpu():
         _run_eagerly(vllm_args)
         if not _option(vllm_args, "--max-num-batched-tokens", ""):

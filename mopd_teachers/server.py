@@ -88,8 +88,6 @@ class ServerSpec:
             ),
             # A model's own generation_config would change sampling behind the caller's back.
             "generation_config": "vllm",
-            # Requests for prompt logprobs never read it; keeping it up costs a few per cent.
-            "enable_prefix_caching": False,
             "disable_uvicorn_access_log": True,
             "disable_log_stats": True,
         }

@@ -16,6 +16,8 @@ class TeacherStats:
         self.requests = 0
         self.retries = 0
         self.tokens = 0
+        self.prefix_tokens = 0
+        """Of prompts, that a server had in its prefix cache."""
         self.hedges = self.hedges_won = 0
         """Requests put to a second server, too; of which the second answered first."""
         self.busy = 0
@@ -35,14 +37,15 @@ class TeacherStats:
         return _quantile(sorted(self._latencies_s), quantile)
 
     def snapshot(self) -> dict[str, float]:
-        """Plain numbers: requests, retries, busy, tokens, hedges, hedges_won, cache_hits, failures,
-        failures/CAUSE, latency_*_s."""
+        """Plain numbers: requests, retries, busy, tokens, prefix_tokens, hedges, hedges_won,
+        cache_hits, failures, failures/CAUSE, latency_*_s."""
         ordered = sorted(self._latencies_s)
         return {
             "requests": float(self.requests),
             "retries": float(self.retries),
             "busy": float(self.busy),
             "tokens": float(self.tokens),
+            "prefix_tokens": float(self.prefix_tokens),
             "hedges": float(self.hedges),
             "hedges_won": float(self.hedges_won),
             "cache_hits": float(self.cache_hits),

@@ -4,7 +4,7 @@ Legend: P prompt ids, R response ids, K candidates a position. Client and server
 and nothing else, so it imports neither vLLM nor torch.
 
     GET  /mopd/score -> JSON {"protocol", "model", "instance", "capabilities", "vocab_size",
-                                "max_top_k"}
+                                "max_top_k", "prefix_block", "prefix_tokens"}
     POST /mopd/score    ScoreRequest -> ScoreReply (both msgpack)
     GET  /mopd/score/metrics -> counters in Prometheus' text format
 
@@ -63,6 +63,8 @@ class Result(msgspec.Struct):
     topk_logprobs: bytes = b""
     """[R, K] float32."""
     error: str = ""
+    cached: int = 0
+    """Prompt tokens that the server had in its prefix cache."""
 
 
 class ScoreReply(msgspec.Struct):

@@ -39,6 +39,7 @@ from mopd_teachers.transport import RequestError
 
 BOS, EOS, AB = 1, 2, 259
 CONTEXT = 64
+BLOCK = 32
 START_S = 240.0
 T = TypeVar("T")
 
@@ -116,8 +117,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     a = ServerProcess(
         ServerSpec("dense", str(root / "dense"), max_model_len=CONTEXT), root / "a.log"
     )
-    # Pieces of 40 tokens at most: sequences of up to 63 are scored over several engine steps.
+    # Pieces of 40 tokens at most: sequences of up to 63 are scored over several engine steps. Of
+    # blocks of 32 (the least on a CPU) its prefix cache can give one.
     pieces = {"max_num_batched_tokens": 40, "max_num_seqs": 8, "enable_chunked_prefill": True}
+    pieces |= {"block_size": BLOCK}
     b = ServerProcess(
         ServerSpec("moe", str(root / "moe"), max_model_len=CONTEXT, engine_args=pieces),
         root / "b.log",
@@ -336,6 +339,61 @@ def test_given_candidates_get_the_logprobs_of_transformers(rig: Rig, which: str)
     entries = stock["choices"][0]["prompt_logprobs"][len(batch[5].prompt_ids) :]
     own = [e[str(t)]["logprob"] for e, t in zip(entries, batch[5].response_ids, strict=True)]
     assert worst({"": own}, {"": scores[batch[5].sample_id].logprobs.tolist()}) < 1e-5
+
+
+@pytest.mark.parametrize("ask", ["sampled", "top-k", "candidates"])
+def test_scores_that_begin_after_what_the_prefix_cache_holds(rig: Rig, ask: str) -> None:
+    """Of every prompt all whole blocks but the last token's come from the cache the second time,
+    and nothing of a response, though that is in the cache as well."""
+    rng = random.Random(f"prefix {ask}")  # each its own tokens: the server is the module's
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(rng.randrange(3, 260) for _ in range(n))
+
+    few_shot = ids(BLOCK)
+    prompts = [few_shot + ids(1), few_shot + ids(16), few_shot, ids(33), ids(20), ids(60)]
+    batch = [
+        ScoreItem(f"0:p{p}:{i}", prompt, ids(rng.randint(1, 63 - len(prompt))))
+        for p, prompt in enumerate(prompts)
+        for i in range(4)
+    ]
+    first_turn = next(i for i in batch if len(i.prompt_ids) == 20 and len(i.response_ids) > 14)
+    turn = (*first_turn.prompt_ids, *first_turn.response_ids[:14])
+    batch.append(ScoreItem("0:second turn:0", turn, first_turn.response_ids[14:]))
+    if ask == "candidates":
+        batch = [
+            replace(i, candidate_ids=np.array([[t, 5] for t in i.response_ids])) for i in batch
+        ]
+    top_k = 5 if ask == "top-k" else 0
+
+    async def use(client: TeacherClient) -> Any:
+        first = await client.score_batch(batch, top_k=top_k)
+        assert 0 < client.metrics()["prefix_tokens"] < sum(len(i.prompt_ids) for i in batch)
+        whole = await client.score_batch(batch, top_k=top_k)
+        moved = [
+            ScoreItem(i.sample_id, i.prompt_ids[:1], (*i.prompt_ids[1:], *i.response_ids))
+            for i in batch
+        ]
+        return first, whole, await client.score_batch(moved)
+
+    first, whole, moved = map(good, run(rig.client(rig.b), use))
+    for item in batch:
+        expected = reference(rig.moe, item)
+        for scores in (first, whole):
+            found = scores[item.sample_id]
+            assert worst({"": found.logprobs.tolist()}, {"": expected}) < 1e-4
+            if top_k:
+                best = reference_rows(rig.moe, item).topk(top_k).values.numpy()
+                assert np.abs(found.topk_logprobs - best).max() < 1e-4
+            if item.candidate_ids is not None:
+                rows = reference_rows(rig.moe, item).numpy()
+                named = np.take_along_axis(rows, item.candidate_ids.astype(np.int64), 1)
+                assert np.abs(found.topk_logprobs - named).max() < 1e-4
+        assert whole[item.sample_id].cached_tokens == (len(item.prompt_ids) - 1) // BLOCK * BLOCK
+        # A prompt of one token leaves nothing to take from the cache.
+        tail = moved[item.sample_id].logprobs[-len(item.response_ids) :]
+        assert worst({"": tail.tolist()}, {"": expected}) < 1e-4
+        assert moved[item.sample_id].cached_tokens == 0
 
 
 def test_c02_a_later_token_changes_no_score(rig: Rig) -> None:
