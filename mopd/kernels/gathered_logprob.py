@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mopd.kernels.partials import Columns, Partials, RowStats
 from mopd.kernels.reference import IGNORE
-from mopd.kernels.triton_common import check_dtype, tile_size, warps
+from mopd.kernels.triton_common import add_tile, check_dtype, load_tile, tile_size, warps
 from mopd.kernels.vocab_parallel import Combined, refuse_stray
 
 MAX_TILE = 8192
@@ -59,25 +59,10 @@ def _forward_kernel(  # type: ignore[no-untyped-def]  # Triton infers them
         base = logits_ptr + row * stride_row
         for begin in range(0, columns, TILE):
             column = begin + tl.arange(0, TILE)
-            x = tl.load(
-                base + column.to(tl.int64) * stride_column,
-                mask=column < columns,
-                other=float("-inf"),
-            ).to(tl.float32)
-            new_max = tl.maximum(row_max, tl.max(x, axis=0))
-            # Nothing finite so far: exp(-inf - -inf) would be NaN
-            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            shift = tl.where(
-                row_max == float("-inf"), 0.0, (row_max - safe_max) * inverse_temperature
+            x = load_tile(base, column, stride_column, column < columns)
+            row_max, sum_exp, weighted = add_tile(
+                x, row_max, sum_exp, weighted, inverse_temperature, ENTROPY
             )
-            shrink = tl.exp(shift)
-            scaled = (x - safe_max) * inverse_temperature
-            exps = tl.exp(scaled)
-            if ENTROPY:
-                terms = tl.where(exps == 0.0, 0.0, scaled * exps)
-                weighted = shrink * (weighted + shift * sum_exp) + tl.sum(terms, axis=0)
-            sum_exp = sum_exp * shrink + tl.sum(exps, axis=0)
-            row_max = new_max
         local = target - column_start
         if (local >= 0) & (local < columns):
             target_logit = tl.load(base + local.to(tl.int64) * stride_column).to(tl.float32)

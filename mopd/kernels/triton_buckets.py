@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mopd.kernels.partials import Columns, RowStats, TailPartials
-from mopd.kernels.triton_common import check_dtype, tile_size, warps
+from mopd.kernels.triton_common import add_tile, check_dtype, load_tile, tile_size, warps
 
 MAX_TILE = 4096
 """Taking ids out of a tile holds it twice: at 8192 the compiler wants 128 registers a thread."""
@@ -51,29 +51,14 @@ def _tail_kernel(  # type: ignore[no-untyped-def]  # Triton infers them
         base = logits_ptr + row * stride_row
         for begin in range(0, columns, TILE):
             column = begin + tl.arange(0, TILE)
-            x = tl.load(
-                base + column.to(tl.int64) * stride_column,
-                mask=column < columns,
-                other=float("-inf"),
-            ).to(tl.float32)
+            x = load_tile(base, column, stride_column, column < columns)
             for k in range(slots):
                 listed = tl.load(listed_row + k)
                 if (listed >= begin) & (listed < begin + TILE):
                     x = tl.where(column == listed, float("-inf"), x)
-            new_max = tl.maximum(tail_max, tl.max(x, axis=0))
-            # Nothing finite so far: exp(-inf - -inf) would be NaN
-            safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-            shift = tl.where(
-                tail_max == float("-inf"), 0.0, (tail_max - safe_max) * inverse_temperature
+            tail_max, sum_exp, weighted = add_tile(
+                x, tail_max, sum_exp, weighted, inverse_temperature, ENTROPY
             )
-            shrink = tl.exp(shift)
-            scaled = (x - safe_max) * inverse_temperature
-            exps = tl.exp(scaled)
-            if ENTROPY:
-                terms = tl.where(exps == 0.0, 0.0, scaled * exps)
-                weighted = shrink * (weighted + shift * sum_exp) + tl.sum(terms, axis=0)
-            sum_exp = sum_exp * shrink + tl.sum(exps, axis=0)
-            tail_max = new_max
         listed_K = tl.load(listed_row + slot, mask=slot < slots, other=-1)
         picked = tl.load(base + listed_K * stride_column, mask=listed_K >= 0, other=0.0).to(
             tl.float32

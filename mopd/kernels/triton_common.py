@@ -1,4 +1,5 @@
-"""What the Triton backends share: launch sizes, dtypes, and whether they are interpreted."""
+"""What the Triton backends share: online softmax, launch sizes, dtypes, and whether they are
+interpreted."""
 
 from __future__ import annotations
 
@@ -15,6 +16,39 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @triton.jit
 def _probe_kernel():  # type: ignore[no-untyped-def]
     pass
+
+
+@triton.jit
+def load_tile(base, column, stride_column, mask):  # type: ignore[no-untyped-def]
+    """One row's columns in float32, -inf where `mask` is False; int64 offsets."""
+    return tl.load(base + column.to(tl.int64) * stride_column, mask=mask, other=float("-inf")).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def rescale(old_max, x, inverse_temperature):  # type: ignore[no-untyped-def]
+    """(new maximum, shift of the old sums, (x - maximum) / T) of a row when tile x joins it."""
+    new_max = tl.maximum(old_max, tl.max(x, axis=0))
+    # Nothing finite so far: exp(-inf - -inf) would be NaN
+    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    shift = tl.where(old_max == float("-inf"), 0.0, (old_max - safe_max) * inverse_temperature)
+    return new_max, shift, (x - safe_max) * inverse_temperature
+
+
+@triton.jit
+def add_tile(  # type: ignore[no-untyped-def]
+    x, row_max, sum_exp, weighted, inverse_temperature, ENTROPY: tl.constexpr
+):
+    """Online softmax: (m, s, w) with tile x, where m is the maximum of the columns so far, s the
+    sum of e = exp((x - m) / T) and w, with ENTROPY, that of e (x - m) / T."""
+    new_max, shift, scaled = rescale(row_max, x, inverse_temperature)
+    shrink = tl.exp(shift)
+    exps = tl.exp(scaled)
+    if ENTROPY:
+        terms = tl.where(exps == 0.0, 0.0, scaled * exps)
+        weighted = shrink * (weighted + shift * sum_exp) + tl.sum(terms, axis=0)
+    return new_max, sum_exp * shrink + tl.sum(exps, axis=0), weighted
 
 
 def interpreted() -> bool:

@@ -16,28 +16,12 @@ from torch import Tensor
 
 from mopd.kernels.pair_partials import PairPartials, PairStats, PairSums
 from mopd.kernels.partials import Columns, RowStats
-from mopd.kernels.triton_common import check_dtype, tile_size, warps
+from mopd.kernels.triton_common import check_dtype, load_tile, rescale, tile_size, warps
 
 MAX_TILE = 4096
 """Two tiles are held at once."""
 
 _DIRECTIONS = {"reverse": 0, "forward": 1, "jsd": 2}
-
-
-@triton.jit
-def _rescale(old_max, x, inverse_temperature):  # type: ignore[no-untyped-def]
-    """(new maximum, shift of the old sums, (x - maximum) / T); finite where nothing finite is."""
-    new_max = tl.maximum(old_max, tl.max(x, axis=0))
-    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-    shift = tl.where(old_max == float("-inf"), 0.0, (old_max - safe_max) * inverse_temperature)
-    return new_max, shift, (x - safe_max) * inverse_temperature
-
-
-@triton.jit
-def _tile(base, column, stride_column, mask):  # type: ignore[no-untyped-def]
-    return tl.load(base + column.to(tl.int64) * stride_column, mask=mask, other=float("-inf")).to(
-        tl.float32
-    )
 
 
 @triton.jit
@@ -71,10 +55,10 @@ def _pair_kernel(  # type: ignore[no-untyped-def]  # Triton infers them
         b_max = float("-inf")
         for begin in range(0, columns, TILE):
             column = begin + tl.arange(0, TILE)
-            a = _tile(a_ptr + row * a_stride_row, column, a_stride_column, column < columns)
-            b = _tile(b_ptr + row * b_stride_row, column, b_stride_column, column < columns)
-            a_max, a_shift, a_scaled = _rescale(a_max, a, a_inverse_temperature)
-            b_max, b_shift, b_scaled = _rescale(b_max, b, b_inverse_temperature)
+            a = load_tile(a_ptr + row * a_stride_row, column, a_stride_column, column < columns)
+            b = load_tile(b_ptr + row * b_stride_row, column, b_stride_column, column < columns)
+            a_max, a_shift, a_scaled = rescale(a_max, a, a_inverse_temperature)
+            b_max, b_shift, b_scaled = rescale(b_max, b, b_inverse_temperature)
             a_exps = tl.exp(a_scaled)
             a_shrink = tl.exp(a_shift)
             if WEIGHTED:
@@ -122,8 +106,8 @@ def _jsd_kernel(  # type: ignore[no-untyped-def]
         y_log_sum = tl.load(y_log_sum_ptr + row)
         for begin in range(0, columns, TILE):
             column = begin + tl.arange(0, TILE)
-            x = _tile(x_ptr + row * x_stride_row, column, x_stride_column, column < columns)
-            y = _tile(y_ptr + row * y_stride_row, column, y_stride_column, column < columns)
+            x = load_tile(x_ptr + row * x_stride_row, column, x_stride_column, column < columns)
+            y = load_tile(y_ptr + row * y_stride_row, column, y_stride_column, column < columns)
             p = tl.exp((x - x_max) * x_inverse_temperature - x_log_sum)
             q = tl.exp((y - y_max) * y_inverse_temperature - y_log_sum)
             mixed = beta * q + (1.0 - beta) * p
@@ -178,8 +162,8 @@ def _pair_gradient_kernel(  # type: ignore[no-untyped-def]
     for begin in range(0, all_columns, TILE):
         column = begin + tl.arange(0, TILE)
         valid = (column < columns) & live
-        x = _tile(x_ptr + row * x_stride_row, column, x_stride_column, valid)
-        y = _tile(y_ptr + row * y_stride_row, column, y_stride_column, valid)
+        x = load_tile(x_ptr + row * x_stride_row, column, x_stride_column, valid)
+        y = load_tile(y_ptr + row * y_stride_row, column, y_stride_column, valid)
         logp = (x - x_max) * x_inverse_temperature - x_log_sum
         logq = (y - y_max) * y_inverse_temperature - y_log_sum
         p = tl.exp(logp)
