@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self
 
 from rich.console import Console, Group, RenderableType
@@ -199,12 +198,7 @@ class Progress:
         self._start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.set()
         if self._heart is not None and self._heart is not threading.current_thread():
             self._heart.join(timeout=2)
