@@ -2,12 +2,12 @@
 
 Names of metrics (flat, one ``/`` a level); the live display and the report find them by these:
 
-    domain/NAME/reward          mean reward of the domain's samples      in [0, 1]
-    domain/NAME/reverse_kl      mean log pi - log T per token            nats
-    domain/NAME/mask_fraction   tokens dropped by the IcePop band        in [0, 1]
+    domain/NAME/reward          share of the domain's answers that are right   in [0, 1]
+    domain/NAME/reverse_kl      mean log pi - log T per token                  nats
+    domain/NAME/mask_fraction   tokens that the truncation dropped             in [0, 1]
     domain/NAME/...             anything else by domain
-    mask_fraction, loss, grad_norm, lr, samples_per_s, tokens_per_s      of the whole step
-    time/STAGE_s                seconds by stage (generate, score, train, sync, wait, ...)
+    mask_fraction, loss, grad_norm, lr, samples, tokens                        of the whole step
+    time/STAGE_s                seconds: generate, score, judge, train, sync, other; step: all of it
     weight_version, ..._lag     of the weights that drew the samples; steps they are behind
     checkpoint/writing          step of the checkpoint that is being written beside training
     checkpoint/step, .../..._s  one that became whole, and what it took (mopd.checkpoints)
