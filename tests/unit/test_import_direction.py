@@ -273,7 +273,7 @@ def modules_under(*folders: str) -> list[str]:
 
 SERVER_SIDE = {
     "mopd_teachers.serve", "mopd_teachers.score_route", "mopd_teachers.scoring_worker",
-    "mopd_teachers.gather",
+    "mopd_teachers.gather", "mopd_teachers.prefix_scheduler",
 }  # fmt: skip
 """What runs inside a teacher's own vLLM process."""
 
