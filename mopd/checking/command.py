@@ -22,6 +22,7 @@ from mopd.config.load import load_config
 from mopd.config.objective_text import objective_lines
 from mopd.config.schema import Config
 from mopd.config.teachers import members_of
+from mopd.config.unread import Unread
 from mopd.data.sampling import resolve_rules
 from mopd.errors import MopdError
 from mopd.inputs import concern, read_inputs
@@ -69,14 +70,15 @@ def _prepared(
     """The run as far as it needs no model, or None after a row for each of its faults."""
     part = "configuration"
     try:
-        unknown: list[str] = []
-        config = load_config(files, overrides, unknown)
-        problems = check_config(config)
-        for text in (*unknown, *problems):
+        unread = Unread()
+        config = load_config(files, overrides, unread)
+        problems = [text for text in check_config(config) if not unread.explains(text)]
+        for text in (*unread.texts, *problems):
             show(Row(part, "", FAILED, text))
         part = "files"
-        if not unknown and not problems:
+        if not unread.texts and not problems:
             return prepare(config)
+        problems += unread.left_out()
         if not concern(problems, "student.model"):  # without a tokenizer no prompt can be read
             read_inputs(config, problems)
     except MopdError as error:

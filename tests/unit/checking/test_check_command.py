@@ -132,6 +132,31 @@ def test_faults_of_the_configuration_do_not_hide_those_of_files(
     for start in starts:
         assert [text for part, text in told if part == start[0] and start[1] in text], start
     assert not [text for _, text in told if "good.jsonl" in text or "domain 'off'" in text]
+    # Values of another type, which have their defaults for the rest, are no more in the way.
+    config = written(tmp_path, bad=bad | {"teacher": "away"})
+    wrong = {
+        "train.steps": "many",
+        "rollout.max_response_tokens": "[8]",
+        "student": "{parallel: 2, modle: x}",
+        "domains.good.verifier": "[exact_match]",
+        "teachers.away.timeout_s": "soon",
+        "objective.orm.alpha": "${name}",
+    }
+    code, found = checked(capsys, config, *(f"{key}={value}" for key, value in wrong.items()))
+    told = [(row["part"], row["detail"]) for row in failed(found)]
+    assert code == 1 and len(told) == 10, "\n".join(map(str, told))
+    for start in (
+        ("configuration", "train.steps: expected a whole number"),
+        ("configuration", "rollout.max_response_tokens: expected a whole number"),
+        ("configuration", "student.parallel: expected a mapping of keys"),
+        ("configuration", "unknown key 'student.modle'"),
+        ("configuration", "domains.good.verifier: expected a mapping of keys"),
+        ("configuration", "teachers.away.timeout_s: expected a number"),
+        ("configuration", "objective.orm.alpha: While dereferencing"),
+        *(start for start in starts if "bad.jsonl" in start[1]),
+    ):
+        assert [text for part, text in told if part == start[0] and start[1] in text], (start, told)
+    config = written(tmp_path, bad=bad, lost=lost)
     mended = ["domains.bad.teacher=away", f"domains.lost.prompts.jsonl={tmp_path / 'good.jsonl'}"]
     (row,) = failed(checked(capsys, config, "student.model=nowhere", *mended)[1])
     assert "student.model" in row["detail"], "without a student no file can be read"
