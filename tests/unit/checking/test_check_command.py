@@ -153,7 +153,7 @@ def test_faults_of_the_configuration_do_not_hide_those_of_files(
         ("configuration", "domains.good.verifier: expected a mapping of keys"),
         ("configuration", "teachers.away.timeout_s: expected a number"),
         ("configuration", "objective.orm.alpha: While dereferencing"),
-        *(start for start in starts if "bad.jsonl" in start[1]),
+        *(start for start in starts if "domain 'bad'" in start[1]),
     ):
         assert [text for part, text in told if part == start[0] and start[1] in text], (start, told)
     config = written(tmp_path, bad=bad, lost=lost)
