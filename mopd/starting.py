@@ -28,7 +28,7 @@ async def start_system(
     layout, student_config = config.student.parallel, config.student
     transport = config.weight_sync.transport
     reference = config.objective.kl.reference
-    startup = Startup(progress.waiting, progress.note)
+    startup = Startup(progress.waiting, progress.note, progress.warn)
     logs = (run_dir / "logs").resolve()
     logs.mkdir(parents=True, exist_ok=True)
     judge = JudgePool(prepared.judged(), prepared.decode, logs)

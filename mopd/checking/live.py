@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mopd.build import Prepared
-from mopd.checking.rows import FAILED, OK, Row
+from mopd.checking.rows import FAILED, OK, WARNING, Row
 from mopd.config.teachers import asked_teachers
 from mopd.errors import MopdError
 from mopd.model_folders import teacher_folders
@@ -54,7 +54,11 @@ async def _live(
 ) -> bool:
     config, folders = prepared.config, teacher_folders(prepared.config)
     fleet = TeacherFleet.of_run(prepared, logs, host)
-    startup = Startup(lambda waiting: note(f"waiting for {', '.join(sorted(waiting))}"), note)
+    startup = Startup(
+        lambda waiting: note(f"waiting for {', '.join(sorted(waiting))}"),
+        note,
+        lambda text: show(Row("teachers", "", WARNING, text)),
+    )
     good = True
     try:
         reference = config.objective.kl.reference

@@ -9,10 +9,16 @@ from typing import Any
 
 
 class Startup:
-    """Keeps the set of things being waited for and tells `show` whenever it changes."""
+    """Keeps the set of things being waited for and tells `show` whenever it changes. `note` is told
+    what the user should know, `warn` what should also be kept beyond the display."""
 
-    def __init__(self, show: Callable[[set[str]], None], note: Callable[[str], None]) -> None:
-        self._show, self.note = show, note
+    def __init__(
+        self,
+        show: Callable[[set[str]], None],
+        note: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._show, self.note, self.warn = show, note, warn
         self._waiting: set[str] = set()
 
     @contextmanager

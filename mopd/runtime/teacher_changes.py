@@ -207,7 +207,7 @@ class TeacherChanges:
         this one began were meant for another. `told` hears of teachers that are not there again."""
         for domain, name in teachers_until_the_end(self._log_dir).items():
             told(
-                f"warning: {name}, which was added while the run went on, does not score {domain} "
+                f"{name}, which was added while the run went on, does not score {domain} "
                 f"any more, but {self.teacher_of(domain)} as configured: add it again (mopd "
                 "teachers add), or put it into the configuration"
             )

@@ -71,6 +71,7 @@ class TeacherFleet:
             self._config, log_dir, self._keepers, self._start_late, self._new_replica
         )
         self._note: Callable[[str], None] = lambda text: None
+        self._warn: Callable[[str], None] = self._note
 
     @classmethod
     def of_run(cls, prepared: Prepared, log_dir: Path, host: str) -> TeacherFleet:
@@ -97,9 +98,9 @@ class TeacherFleet:
                 the longest sample; the text names the teacher and quotes the end of its log.
                 One given by URL is waited for as long as one of ours is.
         """
-        self._changes.forget_earlier(startup.note)
+        self._changes.forget_earlier(startup.warn)
         await all_or_first_error(*self._starts(startup, extra).values())
-        self._note = startup.note
+        self._note, self._warn = startup.note, startup.warn
         self._write_registry()
 
     async def start_each(
@@ -184,7 +185,7 @@ class TeacherFleet:
         for text, own in self._tokenized:
             theirs = await client.tokenize(text)
             if theirs is None:
-                startup.note(
+                startup.warn(
                     f"teacher {name}: its server does not say how it tokenizes; whether token ids "
                     "mean the same to it as to the student was not checked"
                 )
@@ -264,7 +265,7 @@ class TeacherFleet:
     async def _start_late(self, name: str, config: TeacherConfig) -> None:
         """One more teacher, that must be able to take the longest sample of any domain."""
         before = len(self._starting)
-        startup = Startup(lambda waiting: None, self._note)
+        startup = Startup(lambda waiting: None, self._note, self._warn)
         needed = max(self._needed.values(), default=0)
         try:
             await self._start_teacher(

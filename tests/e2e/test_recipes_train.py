@@ -95,7 +95,7 @@ async def train_all(recipes: Sequence[Path], logs: Path) -> None:
     ]
     base = load_config([ROOT / QUICKSTART], [*SMALL, *reference])
     prepared = prepare(base)
-    startup = Startup(lambda _: None, lambda _: None)
+    startup = Startup(lambda _: None, lambda _: None, lambda _: None)
     weights = ROOT / base.student.model / "model.safetensors"
 
     async def nothing(step: int) -> None: ...

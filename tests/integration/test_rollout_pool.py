@@ -127,7 +127,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         pool = RolloutPool(RolloutConfig(engines=2, max_response_tokens=12))
         loop.run_until_complete(
             pool.build(
-                Startup(lambda _: None, print),
+                Startup(lambda _: None, print, print),
                 model=a,
                 config=RolloutConfig(max_response_tokens=12),
                 dtype="float32",

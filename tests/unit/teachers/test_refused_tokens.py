@@ -39,7 +39,7 @@ async def started(
     of = TeacherConfig(endpoints=[s.url for s in servers], model="m", **settings)
     config = Config(teachers={"t": of}, domains={"d": DomainConfig(teacher="t")})
     fleet = TeacherFleet(config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[])
-    await fleet.start(Startup(lambda waiting: None, notes.append))
+    await fleet.start(Startup(lambda waiting: None, notes.append, notes.append))
     return fleet
 
 

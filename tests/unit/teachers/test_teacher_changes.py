@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from fake_teacher import FakeServer, client, logprob
 from mopd.config.load import load_config
 from mopd.config.schema import Config, DomainConfig, TeacherConfig
 from mopd.errors import ConfigError
+from mopd.observe.progress import Progress
 from mopd.runtime.startup import Startup
 from mopd.runtime.teacher_fleet import TeacherFleet
 from mopd.runtime.teacher_registry import read_registry, request_change
@@ -51,7 +53,7 @@ def test_servers_are_added_and_removed_at_the_next_step_and_it_is_recorded(tmp_p
             fleet = TeacherFleet(
                 config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[]
             )
-            await fleet.start(Startup(lambda waiting: None, notes.append))
+            await fleet.start(Startup(lambda waiting: None, notes.append, notes.append))
             (row,) = read_registry(tmp_path)
             assert row["name"] == "t" and row["domains"] == ["d"]
             assert [s["url"] for s in row["servers"]] == [one.url]
@@ -111,7 +113,7 @@ def test_a_new_teacher_takes_a_domain_over_and_gives_it_back(tmp_path: Path) -> 
             fleet = TeacherFleet(
                 config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[]
             )
-            await fleet.start(Startup(lambda waiting: None, lambda text: None))
+            await fleet.start(Startup(lambda waiting: None, lambda text: None, lambda text: None))
 
             async def whose(step: int) -> str:
                 scores = await fleet.score(samples[str(step)])
@@ -162,19 +164,20 @@ def test_a_new_teacher_takes_a_domain_over_and_gives_it_back(tmp_path: Path) -> 
             assert await whose(7) == "u"
             await fleet.close()
 
-            # The run that goes on has the configured one again, and says so, once.
-            told: list[list[str]] = []
+            # The run that goes on has the configured one again, and keeps that it has, once.
+            progress = Progress(10, ["d"], plain=True, file=io.StringIO())
+            progress.keep_warnings(tmp_path / "warnings.jsonl")
             for _ in range(2):
-                told.append([])
                 fleet = TeacherFleet(
                     config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[]
                 )
-                await fleet.start(Startup(lambda waiting: None, told[-1].append))
+                await fleet.start(Startup(progress.waiting, progress.note, progress.warn))
                 assert await whose(8) == "t"
                 await fleet.close()
-            (warning,) = [text for text in told[0] if text.startswith("warning")]
-            assert "u, which was added" in warning and "score d any more, but t" in warning
-            assert not [text for text in told[1] if text.startswith("warning")]
+            warnings = (tmp_path / "warnings.jsonl").read_text().splitlines()
+            kept = [json.loads(line)["text"] for line in warnings]
+            (warning,) = [text for text in kept if "was added" in text]
+            assert warning.startswith("u, which was added") and "d any more, but t" in warning
 
     asyncio.run(scenario())
     lines = (tmp_path / "logs" / "teacher-changes.jsonl").read_text().splitlines()

@@ -54,7 +54,7 @@ async def started(tmp_path: Path, url: str, notes: list[str]) -> TeacherFleet:
     (tmp_path / "run.yaml").write_text(RUN.format(base=BASE, url=url))
     config: Config = load_config([tmp_path / "run.yaml"])
     fleet = TeacherFleet(config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[])
-    await fleet.start(Startup(lambda waiting: None, notes.append))
+    await fleet.start(Startup(lambda waiting: None, notes.append, notes.append))
     return fleet
 
 

@@ -100,12 +100,14 @@ def test_no_file_of_a_run_and_no_message_has_the_key(
             fleet = TeacherFleet(
                 config, tmp_path / "logs", host="", needed_tokens={"t": 5}, tokenized=[]
             )
-            await fleet.start(Startup(lambda waiting: None, notes.append))
+            await fleet.start(Startup(lambda waiting: None, notes.append, notes.append))
             assert fleet.client("t").servers[0].headers == {"Authorization": f"Bearer {KEY}"}
             notes.append(json.dumps(fleet.metrics()))
             teacher.model = "another"
             wrong = TeacherFleet(config, tmp_path, host="", needed_tokens={"t": 5}, tokenized=[])
-            outcome = await wrong.start_each(Startup(lambda waiting: None, notes.append))
+            outcome = await wrong.start_each(
+                Startup(lambda waiting: None, notes.append, notes.append)
+            )
             assert outcome["t"] is not None
             notes.append(str(outcome["t"]))
             await fleet.close()

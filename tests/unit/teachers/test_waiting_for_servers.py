@@ -67,7 +67,7 @@ def fleet_of(tmp_path: Path, *urls: str, start_timeout_s: float = 20.0) -> Teach
 
 async def started(fleet: TeacherFleet, notes: list[str]) -> None:
     try:
-        await fleet.start(Startup(lambda waiting: None, notes.append))
+        await fleet.start(Startup(lambda waiting: None, notes.append, notes.append))
     finally:
         await fleet.close()
 
