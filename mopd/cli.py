@@ -249,7 +249,8 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from mopd.evaluation.compare import compare_runs, compare_table
     from mopd.evaluation.gate import check_gate, parse_gate
-    from mopd.evaluation.report import read_retention, write_report
+    from mopd.evaluation.report import report_of, retention_of
+    from mopd.evaluation.run_files import read_run
 
     if arguments.gate is not None and not arguments.run_dir:
         raise ConfigError("--gate judges one run; leave --compare and --seeds out")
@@ -260,10 +261,11 @@ def _report(arguments: argparse.Namespace) -> int:
     if arguments.seeds:
         return _show_runs(*_over_seeds(arguments.seeds))
     gate = parse_gate(arguments.gate) if arguments.gate is not None else None
-    print(write_report(arguments.run_dir, lambda text: print(f"warning: {text}", file=sys.stderr)))
+    run = read_run(arguments.run_dir)
+    print(report_of(run, lambda text: print(f"warning: {text}", file=sys.stderr)))
     if gate is None:
         return 0
-    failed, held = check_gate(read_retention(arguments.run_dir), gate)
+    failed, held = check_gate(retention_of(run), gate)
     for line in held:
         print(f"holds:  {line}")
     for line in failed:

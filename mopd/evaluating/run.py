@@ -27,6 +27,7 @@ from mopd.evaluation.beforehand import teacher_warnings, verifier_warnings
 from mopd.evaluation.divergence import held_out_divergence
 from mopd.evaluation.metrics import stream
 from mopd.evaluation.outcome import EVALUATION, Evaluated, write_outcome
+from mopd.evaluation.record_shapes import Evaluation, read_json
 from mopd.evaluation.report import write_report
 from mopd.evaluation.run_files import EVALUATION_CONFIG, WARNINGS
 from mopd.evaluation.sampled import sampled_entry
@@ -152,11 +153,12 @@ class _Evaluation:
         """Of earlier evaluations into this folder, whose answers this one takes from the cache:
         what an evaluation cost is known by all the calls that it took."""
         try:
-            before = json.loads((self._out_dir / EVALUATION).read_text())["cost"]
-            earlier = [*before.pop("earlier", []), before]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            record = read_json((self._out_dir / EVALUATION).read_text(encoding="utf-8"), Evaluation)
+            before = record["cost"]
+        except (OSError, ValueError, KeyError):
             return []  # none, or one that this evaluation puts right
-        return [cost for cost in earlier if cost.get("answers_asked")]
+        earlier = [*before.pop("earlier", []), before]
+        return [cost for cost in earlier if cost["answers_asked"]]
 
     def _divergence(
         self,

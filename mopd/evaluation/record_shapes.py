@@ -137,8 +137,8 @@ Sampled = TypedDict(
 
 
 class Cost(TypedDict):
-    wall_s: NotRequired[float]
-    answers_asked: NotRequired[int]
+    wall_s: float
+    answers_asked: int
 
 
 class AllCosts(Cost):

@@ -41,7 +41,12 @@ def write_report(run_dir: Path, damaged: Callable[[str], None] = lambda _: None)
     Raises:
         DataError: `run_dir` is not a run's directory.
     """
-    run = read_run(run_dir)
+    return report_of(read_run(run_dir), damaged)
+
+
+def report_of(run: RunFiles, damaged: Callable[[str], None] = lambda _: None) -> Path:
+    """As `write_report`, of files that were read."""
+    run_dir = run.run_dir
     for text in run.damaged:
         damaged(f"{run_dir}: {text}")
     environment = Environment(
@@ -61,17 +66,16 @@ def _template(name: str) -> str:
     return resources.files("mopd.evaluation").joinpath("templates", name).read_text("utf-8")
 
 
-def read_retention(run_dir: Path) -> Record:
+def retention_of(run: RunFiles) -> Record:
     """The run's retention.json.
 
     Raises:
-        DataError: there is none: the run was not finished, or is not a run.
+        DataError: there is none that can be read: the run was not finished.
     """
-    run = read_run(run_dir)
     if run.retention is None:
         why = next((text for text in run.damaged if text.startswith(RETENTION)), None)
         raise DataError(
-            f"{run_dir} has no {RETENTION} that can be read: "
+            f"{run.run_dir} has no {RETENTION} that can be read: "
             f"{why or 'its final evaluation is missing;'} "
             "Finish the run (resume=true), or evaluate its student: mopd evaluate CONFIG"
         )

@@ -13,7 +13,8 @@ from rich.text import Text
 
 from mopd.errors import DataError
 from mopd.evaluation.compare import config_differences
-from mopd.evaluation.report import read_retention
+from mopd.evaluation.report import retention_of
+from mopd.evaluation.run_files import read_run
 from mopd.evaluation.tables import NONE, number
 
 EXPECTED = ("name", "seed", "overwrite", "resume")
@@ -30,7 +31,7 @@ def over_seeds(runs: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], list[st
     """
     if len(runs) < 2:
         raise DataError(f"--seeds needs two runs or more, got {len(runs)}")
-    results = [read_retention(run) for run in runs]
+    results = [retention_of(read_run(run)) for run in runs]
     names = list(results[0]["domains"])
     for run, result in zip(runs, results, strict=True):
         if list(result["domains"]) != names:

@@ -15,7 +15,8 @@ from fake_run import DOMAINS, write_fake_run
 
 from mopd.cli import main
 from mopd.errors import DataError
-from mopd.evaluation import svg
+from mopd.evaluation import run_files, svg
+from mopd.evaluation.record_shapes import Retention, read_json
 from mopd.evaluation.report import facts, verdict, write_report
 from mopd.evaluation.report_methods import signed
 from mopd.evaluation.report_sections import cost_rows, cost_unit, points_gained
@@ -217,6 +218,7 @@ def test_damaged_files_are_named(tmp_path):
         ("evaluation.json", ("table", "base", "sum"), 0.5, "$.table[...][...]"),
         ("evaluation.json", ("router", "models"), None, "$.router.models"),
         ("evaluation.json", ("others", "average", "lead"), {"value": 0.1}, "others[...].lead"),
+        ("evaluation.json", ("cost",), {"answers_asked": 9}, "$.cost"),
     ],
 )
 def test_a_value_that_cannot_be_is_named_and_the_rest_shown(
@@ -237,6 +239,19 @@ def test_a_value_that_cannot_be_is_named_and_the_rest_shown(
     if name == "retention.json":
         assert main(["report", str(directory), "--gate", "min_retention=0.5"]) == 1
         assert f"{name} is damaged" in capsys.readouterr().err
+
+
+def test_the_gate_judges_what_the_report_has_read(tmp_path, monkeypatch):
+    """Once: a file that changes in between would be judged otherwise than it is shown."""
+    directory, read = write_fake_run(tmp_path / "r", steps=25), []
+
+    def spy(text, shape):
+        read.append(shape)
+        return read_json(text, shape)
+
+    monkeypatch.setattr(run_files, "read_json", spy)
+    assert main(["report", str(directory), "--gate", "min_retention=0"]) == 0
+    assert read.count(Retention) == 1
 
 
 def test_no_run_at_all_is_refused(tmp_path):
