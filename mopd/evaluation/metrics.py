@@ -58,21 +58,6 @@ def headroom_captured(
     return (student - base) / gain
 
 
-def domain_means(
-    benchmarks: Mapping[str, float], domains: Mapping[str, Sequence[str]]
-) -> dict[str, float]:
-    """Average a domain's benchmarks first, so that a domain with more of them weighs no more.
-
-    Args:
-        benchmarks: benchmark -> score.
-        domains: domain -> its benchmarks.
-    """
-    missing = sorted({b for names in domains.values() for b in names} - set(benchmarks))
-    if missing:
-        raise DataError(f"no score for benchmark(s) {missing}; got {sorted(benchmarks)}")
-    return {d: _mean([benchmarks[b] for b in names]) for d, names in domains.items()}
-
-
 def mean_headroom_captured(
     base: Mapping[str, float], teacher: Mapping[str, float], student: Mapping[str, float]
 ) -> float | None:
