@@ -128,16 +128,17 @@ class Dispatcher:
         """A server that is well and will have the least to do with `reading`; the one that has just
         failed comes after the others, but before one that is on trial.
 
-        Tokens that only this server would have to read again count twice: once for the time until
-        this request is done, once for the time that they take from those to come. So a prompt
-        stays with the server that has read it, unless others are idler by more than that.
+        Tokens that another server has in its cache count three times at one that has work: nobody
+        gains by them, and all that comes later waits for them. So a prompt stays with the server
+        that has read it while all are busy, and is read once more by one that would stand idle.
         """
         costs = {server: server.to_read(reading) for server in self._servers}
         least = min(costs.values())
 
         def rank(server: Replica) -> tuple[bool, bool, bool, int, int]:
             tokens, requests = server.load
-            tokens += 2 * costs[server] - least
+            again = 2 * (costs[server] - least) if requests or tokens else 0
+            tokens += costs[server] + again
             return server.on_trial, server.resting, server is avoid, tokens, requests
 
         return min(self._servers, key=rank)
