@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -84,7 +85,10 @@ class Replica:
         self.in_flight = 0
         self.tokens_in_flight = self.tokens_waiting = 0
         self.trial, self.meeting = asyncio.Lock(), asyncio.Lock()
-        self._changed = asyncio.Condition()
+        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """Requests that wait: tokens, and what tells each that its turn has come."""
+        self._nothing_to_do = asyncio.Event()
+        self._nothing_to_do.set()
 
     # ---- load -------------------------------------------------------------------------------
 
@@ -124,37 +128,59 @@ class Replica:
     @asynccontextmanager
     async def admitted(self, tokens: int, *, expected: bool = False) -> AsyncIterator[None]:
         """Wait until a request of this size may start; it counts as in flight inside. One that is
-        larger than the budget goes alone. `expected`: it was counted as waiting already."""
+        larger than the budget goes alone. `expected`: it was counted as waiting already.
+
+        In the order in which they came: a small one that overtook would be no small one, where it
+        counts on the prompt that the one before it reads, and a large one might wait for ever.
+        """
         if not expected:
             self.tokens_waiting += tokens
-
-        def room() -> bool:
-            if self.in_flight >= self._concurrency:
-                return False
-            return not self.in_flight or self.tokens_in_flight + tokens <= self.token_budget
-
+        turn = asyncio.get_running_loop().create_future()
+        self._line.append((tokens, turn))
+        self._nothing_to_do.clear()
+        self._admit()
         try:
-            async with self._changed:
-                await self._changed.wait_for(room)
-        finally:
-            self.tokens_waiting -= tokens
-        # Nothing else can run between the wait's end and this.
-        self._count_time()
-        self.in_flight += 1
-        self.tokens_in_flight += tokens
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self.tokens_waiting -= tokens
+                self._admit()
+            else:  # its turn came in the same moment
+                self._leave(tokens)
+            raise
         try:
             yield
         finally:
-            self._count_time()
-            self.in_flight -= 1
-            self.tokens_in_flight -= tokens
-            async with self._changed:
-                self._changed.notify_all()
+            self._leave(tokens)
+
+    def _admit(self) -> None:
+        """Let those begin for whom there is room."""
+        while self._line:
+            tokens, turn = self._line[0]
+            if not turn.done():
+                full = self.in_flight >= self._concurrency
+                full |= self.in_flight > 0 and self.tokens_in_flight + tokens > self.token_budget
+                if full:
+                    return
+                self._count_time()
+                self.tokens_waiting -= tokens
+                self.in_flight += 1
+                self.tokens_in_flight += tokens
+                turn.set_result(None)
+            self._line.popleft()
+        if not self.in_flight:
+            self._nothing_to_do.set()
+
+    def _leave(self, tokens: int) -> None:
+        """A request that was in flight is over."""
+        self._count_time()
+        self.in_flight -= 1
+        self.tokens_in_flight -= tokens
+        self._admit()
 
     async def idle(self) -> None:
         """Wait until nothing is in flight."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self.in_flight)
+        await self._nothing_to_do.wait()
 
     def _count_time(self) -> None:
         """Count what has passed since the last change, if there was anything to score in it."""

@@ -14,6 +14,7 @@ from fake_teacher import FakeServer, client, expected, lists
 from mopd_teachers import wire
 from mopd_teachers.client import TeacherClient
 from mopd_teachers.prefixes import PrefixMemory, Reading, prompts_together
+from mopd_teachers.replica import FIRST_TOKENS, Endpoint, Replica
 from mopd_teachers.scores import ScoreItem
 
 BLOCK = 4
@@ -195,3 +196,52 @@ def test_a_server_that_failed_is_not_believed_to_keep_anything() -> None:
         assert server.to_read(Reading(batch)) == 42 + 7 * 6
 
     run(use)
+
+
+def test_a_small_request_does_not_overtake_the_one_that_reads_its_prompt() -> None:
+    """Else it reads the prompt itself, as one of hundreds that were let in as small ones."""
+
+    async def use() -> None:
+        server = Replica("t", Endpoint("http://127.0.0.1:1"), timeout_s=60.0, concurrency=3)
+        began: list[str] = []
+        ends = {name: asyncio.Event() for name in "abcdef"}
+
+        async def request(name: str, tokens: int) -> None:
+            async with server.admitted(tokens):
+                began.append(name)
+                await ends[name].wait()
+
+        async def begin(name: str, tokens: int) -> asyncio.Task[None]:
+            task = asyncio.create_task(request(name, tokens))
+            await asyncio.sleep(0.01)
+            return task
+
+        a = await begin("a", FIRST_TOKENS - 100)
+        b, c = await begin("b", 8000), await begin("c", 10)
+        assert began == ["a"] and server.load == (FIRST_TOKENS - 100 + 8010, 1)
+        ends["a"].set()
+        await a
+        await asyncio.sleep(0.01)
+        assert began == ["a", "b", "c"]
+        # One that is too large for any company goes alone, and does go, whatever comes after it.
+        d, e, f = await begin("d", 2 * FIRST_TOKENS), await begin("e", 1), await begin("f", 1)
+        ends["b"].set()
+        ends["c"].set()
+        await asyncio.gather(b, c)
+        await asyncio.sleep(0.01)
+        assert began[3:] == ["d"] and server.load == (2 * FIRST_TOKENS + 2, 1)
+        # What is given up, waiting or begun, holds nobody back.
+        e.cancel()
+        await asyncio.sleep(0.01)
+        assert began[3:] == ["d"] and server.load == (2 * FIRST_TOKENS + 1, 1)
+        d.cancel()
+        await asyncio.sleep(0.01)
+        assert began[3:] == ["d", "f"] and server.load == (1, 1)
+        idle = asyncio.create_task(server.idle())
+        await asyncio.sleep(0.01)
+        assert not idle.done()
+        ends["f"].set()
+        await asyncio.gather(f, idle)
+        assert server.load == (0, 0)
+
+    asyncio.run(use())
