@@ -159,7 +159,7 @@ class Batches(KnownServers):
         except RequestError as error:
             if error.cause != RESTARTED:
                 raise
-            await self._meet_again(server)
+            await self._restarted(server)
             outcomes = await score_at(self._ask, server, chunk, top_k)
         found = [each for each in outcomes.values() if isinstance(each, TeacherScore)]
         self.stats.prefix_tokens += sum(score.cached_tokens for score in found)

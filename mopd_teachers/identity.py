@@ -18,8 +18,9 @@ from mopd_teachers.dispatch import DOWN, Dispatcher
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
 from mopd_teachers.replica import UNKNOWN, Endpoint, Replica
-from mopd_teachers.transport import RequestError
+from mopd_teachers.transport import Ask, RequestError
 from mopd_teachers.waiting import all_of, wait_until_there
+from mopd_teachers.watching import Watch
 
 _SAME_MODEL = 0.25
 """Nats, on average over tokens at random, where two models differ by whole ones. In half precision
@@ -61,6 +62,13 @@ class KnownServers(Dispatcher):
         self._known: np.ndarray | None = None
         """What the teacher gives the probe's tokens: any server of it must give the same."""
         self._cache = ScoreCache(cache_bytes) if cache_bytes else None
+        self._watches: dict[Replica, Watch] = {}
+        """Of servers that do not say when they were restarted."""
+
+    async def close(self) -> None:
+        for server in list(self._watches):
+            self._unwatch(server)
+        await super().close()
 
     @property
     def max_model_len(self) -> int | None:
@@ -104,7 +112,7 @@ class KnownServers(Dispatcher):
 
     async def _probe(self, server: Replica) -> np.ndarray:
         try:
-            scores = await probe_server(self._again, server, self.name, self._needs)
+            scores = await self._asked(self._again, server)
         except RequestError as error:
             if error.refused:
                 raise TeacherError(
@@ -121,15 +129,31 @@ class KnownServers(Dispatcher):
             )
         return scores
 
+    async def _asked(self, ask: Ask, server: Replica) -> np.ndarray:
+        """Its scores of the probe's tokens (see `probe_server`), by the process that is watched
+        from here on."""
+        if not server.fast and not server.instance:
+            watch = await Watch.begin(server, self._watches.get(server))
+            if watch is None:
+                self._watches.pop(server, None)
+            else:
+                self._watches[server] = watch
+        scores = await probe_server(ask, server, self.name, self._needs)
+        if server.instance is not None:
+            self._unwatch(server)
+        return scores
+
+    def _unwatch(self, server: Replica) -> None:
+        if (watch := self._watches.pop(server, None)) is not None:
+            watch.end()
+
     async def revive(self, index: int) -> bool:
         """Whether this server answers and serves its model; if so it takes requests again."""
         server = self._servers[index]
         self._open()
         try:
             await require_same_model(self._quick, server)
-            self._require_same(
-                server, await probe_server(self._ask, server, self.name, self._needs)
-            )
+            self._require_same(server, await self._asked(self._ask, server))
         except (RequestError, TeacherError) as error:
             server.last_error = str(error)
             server.refuses_token = isinstance(error, RequestError) and error.refused
@@ -145,7 +169,9 @@ class KnownServers(Dispatcher):
         Raises TeacherError, and keeps the old one, when the new one does not pass, or serves
         another model than the teacher was.
         """
-        self._servers[index] = await self._probed(endpoint)
+        new = await self._probed(endpoint)
+        self._unwatch(self._servers[index])
+        self._servers[index] = new
 
     async def add_endpoint(self, endpoint: Endpoint) -> None:
         """One server more, after probing it.
@@ -162,6 +188,7 @@ class KnownServers(Dispatcher):
         if len(self._servers) == 1:
             raise TeacherError(f"teacher {self.name!r}: its only server cannot be removed")
         server = self._servers.pop(index)
+        self._unwatch(server)
         await server.idle()
 
     async def _probed(self, endpoint: Endpoint) -> Replica:
@@ -184,12 +211,14 @@ class KnownServers(Dispatcher):
             )
         if difference.max() > _SAME_SCORES and self._cache is not None:
             self._cache.forget()
-        server.vouch()
+        watch = self._watches.get(server)
+        if watch is None or watch.holds or watch.useless:  # else another process came meanwhile
+            server.vouch()
 
     async def _vouched(self, server: Replica) -> None:
-        """A server that does not say when it was restarted is probed again now and then, and when
-        it was away: another model may have taken its place, under the same name. For that one
-        failure among the probe's answers is not enough."""
+        """A server that does not say when it was restarted is probed again when it was away, or
+        answers as another than it was, and now and then: another model may have taken its place,
+        under the same name. For that one failure among the probe's answers is not enough."""
         if server.instance is not None or server.vouched:
             return
         async with server.meeting:  # one asks for all
@@ -223,12 +252,14 @@ class KnownServers(Dispatcher):
             assert self._cache is not None
             self._cache.forget()
 
+    async def _restarted(self, server: Replica) -> None:
+        """It answered as another process than the one that was probed."""
+        await (self._vouched(server) if server.instance is None else self._meet_again(server))
+
     async def _meet_again(self, server: Replica) -> None:
         """A server was restarted: is it still the teacher? RequestError when it is not."""
         try:
-            self._require_same(
-                server, await probe_server(self._ask, server, self.name, self._needs)
-            )
+            self._require_same(server, await self._asked(self._ask, server))
         except TeacherError as error:
             if self._cache is not None:
                 self._cache.forget()

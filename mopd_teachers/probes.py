@@ -160,7 +160,7 @@ async def _check_scores(ask: Ask, server: Replica, teacher: str, needs: Needs) -
     found: list[np.ndarray] = []
     for _ in range(2):
         try:
-            score = (await score_at(ask, server, [item], top_k))["probe"]
+            score = (await score_at(ask, server, [item], top_k, probing=True))["probe"]
         except RequestError as error:
             if error.cause == "http 400" and top_k:
                 raise TeacherError(

@@ -60,6 +60,10 @@ class Replica:
         """Has our route; None: not asked yet."""
         self.instance: str | None = None
         """Which start of the server this is, where it says so."""
+        self.fingerprints: set[str] = set()
+        self.unmet: set[str] = set()
+        """What its answers say of its configuration, in use; of those that were probed since, and
+        of others."""
         self.capabilities: frozenset[str] = frozenset()
         self.max_model_len: int | None = None
         self.prefixes: PrefixMemory | None = None
@@ -212,6 +216,8 @@ class Replica:
 
     def vouch(self) -> None:
         """It was probed, and is the teacher."""
+        self.fingerprints |= self.unmet
+        self.unmet.clear()
         self._vouched_until = time.monotonic() + VOUCH_S
 
     @property

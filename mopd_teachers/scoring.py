@@ -13,16 +13,21 @@ RESTARTED = "restarted"
 """Cause of an answer by another process than the one that was probed."""
 
 
+_MOST_FINGERPRINTS = 8
+"""A server that says ever other ones says nothing by them."""
+
+
 async def score_at(
-    ask: Ask, server: Replica, chunk: Sequence[ScoreItem], top_k: int
+    ask: Ask, server: Replica, chunk: Sequence[ScoreItem], top_k: int, *, probing: bool = False
 ) -> dict[str, Outcome]:
-    """Every sample's outcome from this server; `RequestError` when a request fails as a whole."""
+    """Every sample's outcome from this server; `RequestError` when a request fails as a whole, with
+    the cause `RESTARTED` when it must be probed first; not so while it is (`probing`)."""
     if server.instance == UNKNOWN:
         raise RequestError(RESTARTED, f"{server.url} was another model", True)
     try:
         if server.fast:
             return await _score_fast(ask, server, chunk, top_k)
-        return {i.sample_id: await _score_stock(ask, server, i, top_k) for i in chunk}
+        return {i.sample_id: await _score_stock(ask, server, i, top_k, probing) for i in chunk}
     except RequestError as error:
         if error.cause == "http 404":  # both routes say so of a model that they do not serve
             raise RequestError("stranger", error.detail, retry=True) from error
@@ -78,7 +83,9 @@ async def _score_fast(
     return {i.sample_id: score_of_result(i, results[i.sample_id], top_k) for i in chunk}
 
 
-async def _score_stock(ask: Ask, server: Replica, item: ScoreItem, top_k: int) -> Outcome:
+async def _score_stock(
+    ask: Ask, server: Replica, item: ScoreItem, top_k: int, probing: bool
+) -> Outcome:
     body = {
         "model": server.model,
         "prompt": [*item.prompt_ids, *item.response_ids],
@@ -87,6 +94,15 @@ async def _score_stock(ask: Ask, server: Replica, item: ScoreItem, top_k: int) -
         "prompt_logprobs": top_k,
     }
     answer = await ask(server, "POST", "/v1/completions", body)
+    # vLLM's hash of its configuration: the checkpoint's path, above all.
+    said = answer.get("system_fingerprint") if isinstance(answer, dict) else None
+    if isinstance(said, str) and said not in server.fingerprints:
+        server.unmet.add(said)
+        if not probing and len(server.fingerprints) < _MOST_FINGERPRINTS:
+            server.went_away()
+            raise RequestError(
+                RESTARTED, f"{server.url} answers as {said}, another than it was", True
+            )
     try:
         positions = answer["choices"][0]["prompt_logprobs"]
     except (TypeError, LookupError):

@@ -54,6 +54,7 @@ class FakeServer:
         self.model, self.fast, self.score, self.spoil, self.alter = model, fast, score, spoil, alter
         self.instance = "1"
         self.port = 0  # any
+        self.fingerprint: str | None = None
         self.refuses: int | None = None  # status of every answer, whatever the token
         self.refused = 0
         self.posts = 0
@@ -148,7 +149,8 @@ class FakeServer:
                 row[str(token)] = {"logprob": self.score(ids[:t], token), "rank": rank}
             rows.append(row)
         rows = self.alter(rows) if self.armed else rows
-        return web.json_response({"choices": [{"index": 0, "prompt_logprobs": rows}]})
+        answer = {"choices": [{"index": 0, "prompt_logprobs": rows}]}
+        return web.json_response(answer | {"system_fingerprint": self.fingerprint})
 
 
 def client(*servers: FakeServer, **options: Any) -> TeacherClient:
