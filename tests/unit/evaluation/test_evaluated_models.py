@@ -16,6 +16,7 @@ from mopd.errors import ConfigError, DataError, ModelError, TeacherError
 from mopd.evaluating.answers import Answering
 from mopd.evaluating.command import further_models, result_folder, student_place
 from mopd.evaluating.models import models_under_test
+from mopd.evaluating.run import _Evaluation
 from mopd.evaluating.sources import open_source
 from mopd.evaluating.training_end import conclude_training
 from mopd.evaluating.work import samplings
@@ -97,6 +98,21 @@ def test_a_teacher_whose_server_is_loading_is_waited_for(folder: Path) -> None:
         asyncio.run(scenario())
     (text,) = told
     assert text.startswith("teacher backward: waiting for its server http://127.0.0.1:9 (0 of 0.3")
+
+
+def test_costs_of_a_damaged_evaluation_are_not_taken_over(tmp_path: Path) -> None:
+    evaluation = _Evaluation.__new__(_Evaluation)
+    evaluation._out_dir = tmp_path
+    router = {"router": None, "models": {}}
+    took: dict[str, object] = {"wall_s": 2.5, "answers_asked": 4}
+    for cost, found in (
+        (took | {"earlier": [took, {"wall_s": 1.0, "answers_asked": 0}]}, [took, took]),
+        ({"answers_asked": 4}, []),
+        (took | {"earlier": [3]}, []),
+    ):
+        record = {"table": {}, "router": router, "cost": cost}
+        (tmp_path / "evaluation.json").write_text(json.dumps(record))
+        assert evaluation._earlier_costs() == found
 
 
 def test_another_tokenizer_is_told_and_asked_in_its_own_tokens(
