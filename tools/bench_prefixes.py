@@ -4,7 +4,8 @@
     .venv/bin/python tools/bench_prefixes.py --prompt-tokens 256 --response-tokens 512 --json
 
 Each group is a call of its own, all at once, as a training step scores its answers. Prompts are new
-in every round, and the ways take turns, so that a busy machine is busy for all of them:
+in every round, and the ways take turns in another order each round, so that a busy machine is busy
+for all of them:
 
     affinity   ours as it is: prefix cache on, a prompt's samples go where its beginning is
     spread     prefix cache on, each request to the server with the least tokens to do
@@ -88,8 +89,9 @@ async def measure(
         for server in clients["spread"].servers:
             server.prefixes = None
         before = {way: clients[way].metrics()["prefix_tokens"] for way in WAYS}
-        for _ in range(options.rounds):
-            for way in WAYS:
+        for number in range(options.rounds):
+            # Who comes after whom matters: a server that had nothing to do starts slower.
+            for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
                 seconds[way].append(await scored_in(clients[way], groups_of(options, rng)))
                 say(f"{way}: {seconds[way][-1]:.2f} s")
         cached = {way: clients[way].metrics()["prefix_tokens"] - before[way] for way in WAYS}
@@ -148,8 +150,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--response-tokens", type=int, default=128)
     parser.add_argument("--samples-per-prompt", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args()
 
