@@ -20,6 +20,7 @@ from mopd_teachers.replica import Replica
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore, size_of
 from mopd_teachers.scoring import RESTARTED, score_at
 from mopd_teachers.transport import REFUSED, RequestError
+from mopd_teachers.waiting import all_of
 
 SEQUENCES_PER_REQUEST = 256
 BYTES_PER_REQUEST = 64 << 20
@@ -53,8 +54,8 @@ class Batches(KnownServers):
 
     async def _scored(self, items: Sequence[ScoreItem], top_k: int) -> dict[str, Outcome]:
         """Scores from the servers."""
-        parts = await asyncio.gather(
-            *(self._score_chunk(chunk, top_k) for chunk in self._chunks(items, top_k))
+        parts = await all_of(
+            self._score_chunk(chunk, top_k) for chunk in self._chunks(items, top_k)
         )
         return {key: outcome for part in parts for key, outcome in part.items()}
 

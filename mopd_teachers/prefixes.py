@@ -7,6 +7,7 @@ a request goes and how soon, and nothing about any score, so that it may be wron
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -18,14 +19,14 @@ class Reading:
 
     def __init__(self, items: Sequence[ScoreItem] = ()) -> None:
         self._items = items
-        self._chains: dict[int, list[list[int]]] = {}
+        self._chains: dict[int, list[array[int]]] = {}
 
     @property
     def tokens(self) -> int:
         """Of all sequences, prompts and responses."""
         return sum(map(size_of, self._items))
 
-    def chains(self, block: int) -> list[list[int]]:
+    def chains(self, block: int) -> list[array[int]]:
         """For each sequence one number for each of its whole blocks: equal numbers stand for equal
         tokens up to the block's end (but for collisions of Python's hash)."""
         if block not in self._chains:
@@ -79,10 +80,10 @@ class PrefixMemory:
             self._blocks.popitem(last=False)
 
 
-def _chain(item: ScoreItem, block: int) -> list[int]:
+def _chain(item: ScoreItem, block: int) -> array[int]:
     ids = (*item.prompt_ids, *item.response_ids)
     key = 0
-    chain: list[int] = []
+    chain = array("q")  # a fifth of a list's memory: thousands of requests may wait
     for start in range(0, len(ids) - block + 1, block):
         key = hash((key, ids[start : start + block]))
         chain.append(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -245,3 +246,30 @@ def test_a_small_request_does_not_overtake_the_one_that_reads_its_prompt() -> No
         assert server.load == (0, 0)
 
     asyncio.run(use())
+
+
+def test_other_requests_go_on_while_a_large_batch_finds_its_servers() -> None:
+    """That takes time in proportion to tokens: with 10,000 long samples, seconds."""
+    ticks, chosen = 0, []
+
+    class Noted(PrefixMemory):
+        def sent(self, reading: Reading) -> None:
+            chosen.append(ticks)
+            super().sent(reading)
+
+    async def clock() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    async def use(teacher: TeacherClient, one: Server, two: Server) -> None:
+        for server in teacher.servers:
+            server.prefixes = Noted(BLOCK, 4096)
+            server._most_tokens = 2.0  # a request for each sample
+        running = asyncio.create_task(clock())
+        await teacher.score_batch(group(0, length=40, response=2, count=60))
+        running.cancel()
+        assert len(chosen) == 60 and max(Counter(chosen).values()) <= 16
+
+    run(use)
