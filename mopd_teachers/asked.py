@@ -12,4 +12,5 @@ first response token), ``top_k``, ``width`` (K) and ``candidates`` (bytes, see `
 def asked_of(params: Any) -> dict[str, Any] | None:
     """What a request of ours asks for; None for any other request."""
     extra = None if params is None else params.extra_args
-    return None if not extra else extra.get(EXTRA)
+    asked = None if not extra else extra.get(EXTRA)
+    return asked if isinstance(asked, dict) else None  # a client's `vllm_xargs` may use the word

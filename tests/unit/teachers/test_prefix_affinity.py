@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from aiohttp import web
 from fake_teacher import FakeServer, client, expected, lists
 
 from mopd_teachers import wire
+from mopd_teachers.asked import EXTRA, asked_of
 from mopd_teachers.client import TeacherClient
 from mopd_teachers.prefixes import PrefixMemory, Reading, prompts_together
 from mopd_teachers.replica import FIRST_TOKENS, Endpoint, Replica
@@ -273,3 +275,11 @@ def test_other_requests_go_on_while_a_large_batch_finds_its_servers() -> None:
         assert len(chosen) == 60 and max(Counter(chosen).values()) <= 16
 
     run(use)
+
+
+def test_a_client_s_own_argument_of_that_name_is_no_scoring_request() -> None:
+    """vLLM hands `vllm_xargs` over as they are, to a scheduler and a worker that must live on."""
+    for value in ("x", 1, 0.5, ["first"]):
+        assert asked_of(SimpleNamespace(extra_args={EXTRA: value})) is None
+    assert asked_of(SimpleNamespace(extra_args={EXTRA: {"first": 0}})) == {"first": 0}
+    assert asked_of(SimpleNamespace(extra_args=None)) is asked_of(None) is None
