@@ -109,8 +109,8 @@ def _share_prefixes(vllm_args: list[str], cpu: bool) -> None:
     caller schedules otherwise. Where no context fills a block of the cache there is nothing to
     find, and keeping its books costs some per cent."""
     context = _option(vllm_args, "--max-model-len", "")
-    block = int(_option(vllm_args, "--block-size", str(_CPU_BLOCK_TOKENS)))
-    if cpu and context.isdigit() and int(context) <= block:
+    block = _option(vllm_args, "--block-size", str(_CPU_BLOCK_TOKENS))
+    if cpu and context.isdigit() and block.isdigit() and int(context) <= int(block):
         if not {"--enable-prefix-caching", "--no-enable-prefix-caching"} & set(vllm_args):
             vllm_args.append("--no-enable-prefix-caching")
     if not _option(vllm_args, "--scheduler-cls", ""):
@@ -128,11 +128,11 @@ def _prefix_cache(config: Any) -> tuple[int, int]:
 
 
 def _option(args: Sequence[str], name: str, default: str) -> str:
+    """The value of `name`, which vLLM also takes with underscores."""
     for i, arg in enumerate(args):
-        if arg == name and i + 1 < len(args):
-            return args[i + 1]
-        if arg.startswith(name + "="):
-            return arg.split("=", 1)[1]
+        given, equals, value = arg.partition("=")
+        if given.replace("_", "-") == name and (equals or i + 1 < len(args)):
+            return value if equals else args[i + 1]
     return default
 
 

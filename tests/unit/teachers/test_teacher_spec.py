@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mopd_teachers import serve
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.server import ServerProcess, ServerSpec
 
@@ -47,3 +48,21 @@ def test_a_folder_without_checkpoint_is_refused_before_anything_starts(tmp_path:
         server.start()
     assert not server.alive() and server.pid is None
     server.stop()
+
+
+def test_how_prefixes_are_shared_is_the_caller_s_to_say() -> None:
+    ours = ["--scheduler-cls", serve._SCHEDULER]
+    off = ["--no-enable-prefix-caching"]
+    for given, added in (
+        ([], ours),
+        (["--max-model-len", "128"], off + ours),  # no block of 128 comes before a last token
+        (["--max_model_len=128", "--block-size", "64"], ours),
+        (["--max_model_len=64", "--block_size=64"], off + ours),
+        (["--max-model-len", "64", "--enable-prefix-caching"], ours),
+        (["--max-model-len", "64", "--block-size", "many"], ours),  # vLLM's to refuse
+        (["--scheduler-cls", "own.Scheduler"], []),
+        (["--scheduler_cls=own.Scheduler"], []),
+    ):
+        args = list(given)
+        serve._share_prefixes(args, cpu=True)
+        assert args == given + added
