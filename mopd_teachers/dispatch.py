@@ -238,11 +238,10 @@ class Dispatcher:
         tokens = server.gets(reading)
         server.tokens_waiting += tokens  # now: the task begins after others have chosen a server
         first = asyncio.ensure_future(self._on(call, server, tokens, turn.set, expected=True))
+        waiting = asyncio.ensure_future(turn.wait())
         second: asyncio.Future[T] | None = None
         try:
-            waiting = asyncio.ensure_future(turn.wait())
             await asyncio.wait({first, waiting}, return_when=asyncio.FIRST_COMPLETED)
-            waiting.cancel()
             await asyncio.wait({first}, timeout=after_s)
             while not first.done() and (other := self._idle_beside(server)) is None:
                 await asyncio.wait({first}, timeout=_LOOK_AGAIN_S)
@@ -253,10 +252,10 @@ class Dispatcher:
             second = asyncio.ensure_future(self._on(call, other, other.gets(reading)))
             return await self._first_good(first, second, server, other, after_s)
         finally:
-            for task in (first, second):
-                if task is not None and not task.done():
-                    task.cancel()
-                    await asyncio.gather(task, return_exceptions=True)
+            tasks = [task for task in (waiting, first, second) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # also of what failed unheard
 
     async def _first_good(
         self,

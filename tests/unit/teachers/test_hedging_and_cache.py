@@ -157,6 +157,23 @@ def test_the_second_answers_where_the_first_fails_after_it_was_asked() -> None:
 CACHE = 1 << 20
 
 
+def test_what_is_given_up_while_it_waits_for_its_turn_leaves_nothing_behind() -> None:
+    async def use(teacher: TeacherClient) -> list[Any]:
+        before = asyncio.all_tasks()
+        asked = [asyncio.create_task(teacher.score_batch([item(str(n))])) for n in range(4)]
+        await asyncio.sleep(0.1)
+        waiting = [server.load[0] > 3 for server in teacher.servers]
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        left = [t for t in asyncio.all_tasks() - before if "Event.wait" in repr(t.get_coro())]
+        return [waiting, left, [server.load for server in teacher.servers]]
+
+    servers: list[FakeServer] = [Slow(), Slow()]
+    found, _ = asyncio.run(run(servers, use, hedge_after_s=9.0, concurrency=1))
+    assert found == [[True, True], [], [(0, 0), (0, 0)]]
+
+
 def test_equal_questions_are_asked_once_and_again_not_at_all() -> None:
     server = FakeServer()
     batch = [item("a"), item("b"), item("c", 3), item("d")]
