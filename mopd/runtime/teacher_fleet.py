@@ -249,8 +249,9 @@ class TeacherFleet:
 
     def _hear_requests(self) -> None:
         """While the run waits for a teacher no step begins, and a server may have been asked for
-        that ends the waiting."""
+        that ends the waiting. Nor does a step end, at which the registry is written."""
         self._changes.take_up(self._note, self._write_registry)
+        self._write_registry()
 
     def _new_replica(self, name: str, config: TeacherConfig, number: int) -> ManagedReplica:
         """A server beyond those that the run reserved at its start."""

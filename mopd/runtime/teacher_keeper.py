@@ -27,6 +27,8 @@ from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure
 
 POLL_S = 2.0
 REMIND_S = 30.0
+CHANGED_S = 5.0
+"""While the run waits: between two notes of the same trouble, and of another."""
 
 
 class TeacherKeeper:
@@ -218,10 +220,11 @@ class TeacherKeeper:
 
     async def _wait_for_one(self) -> bool:
         begin = time.monotonic()
-        reminded = begin - REMIND_S
+        reminded, said = begin - REMIND_S, ""
         while (waited := time.monotonic() - begin) < self.config.pause_s:
-            if time.monotonic() - reminded >= REMIND_S:
-                reminded = time.monotonic()
+            silent, why = time.monotonic() - reminded, self._trouble("")
+            if silent >= REMIND_S or (why != said and silent >= CHANGED_S):
+                reminded, said = time.monotonic(), why
                 so_far = f"the run waits ({waited:.0f} of {self.config.pause_s:g} s)"
                 self._note(f"teacher {self.name}: {self._trouble(so_far)}")
             self._waiting()

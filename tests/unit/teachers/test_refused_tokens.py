@@ -14,6 +14,7 @@ from mopd.protocols import TeacherFailed
 from mopd.runtime import teacher_keeper
 from mopd.runtime.startup import Startup
 from mopd.runtime.teacher_fleet import TeacherFleet
+from mopd.runtime.teacher_registry import read_registry
 from mopd.types import Prompt, Rollout, TeacherScore
 from mopd_teachers import replica
 from mopd_teachers.scores import ScoreItem
@@ -88,6 +89,35 @@ def test_the_run_waits_until_the_token_is_accepted_again(
     ):
         assert part in text
     assert "of-yesterday" not in "".join(notes) and notes[-1] == "teacher t: answers again"
+
+
+def test_a_run_that_waits_says_at_once_why_that_changed_and_lists_the_server_as_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was restarted with another token: nobody is there, then it refuses."""
+    notes: list[str] = []
+    monkeypatch.setattr(teacher_keeper, "CHANGED_S", 0.1)
+
+    async def scenario() -> dict[str, Any]:
+        async with FakeServer("m") as server:
+            fleet = await started(tmp_path, notes, server)
+            server.refuses = 503
+            scoring = asyncio.ensure_future(fleet.score(ROLLOUTS))
+            while not any("none of its servers answers" in note for note in notes):
+                await asyncio.sleep(0.01)
+            server.refuses = 401
+            while not any("is refused" in note for note in notes):
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.3)
+            (row,) = read_registry(tmp_path)
+            server.refuses = None
+            assert_scored(await asyncio.wait_for(scoring, 10))
+            await fleet.close()
+            return dict(row["servers"][0])
+
+    listed = asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert listed["state"] == "down" and "401" in listed["last_error"]
+    assert sum("the run waits" in note for note in notes) <= 4  # one of each reason
 
 
 def test_past_the_pause_its_samples_are_masked_and_counted(tmp_path: Path) -> None:
