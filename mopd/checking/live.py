@@ -55,7 +55,7 @@ async def _live(
     config, folders = prepared.config, teacher_folders(prepared.config)
     fleet = TeacherFleet.of_run(prepared, logs, host)
     startup = Startup(
-        lambda waiting: note(f"waiting for {', '.join(sorted(waiting))}"),
+        lambda waiting: note(f"waiting for {', '.join(sorted(waiting))}") if waiting else None,
         note,
         lambda text: show(Row("teachers", "", WARNING, text)),
     )

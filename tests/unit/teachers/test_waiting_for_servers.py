@@ -151,3 +151,24 @@ def test_the_probe_command_waits_too(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr()
     assert f"teacher away: waiting for its server {url} (0 of 0.3 s)" in said.err
     assert f"FAILED answers: teacher 'away': {url} was waited for 0.3 s" in said.out
+
+
+def test_a_live_check_says_for_whom_it_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        async with FakeServer("m") as server:
+            config = tmp_path / "run.yaml"
+            config.write_text(
+                f"name: x\nrun_dir: {tmp_path}\nstudent: {{model: {BASE}}}\n"
+                "rollout: {max_response_tokens: 16}\n"
+                f"teachers: {{t: {{endpoints: ['{server.url}']}}}}\n"
+                "domains: {d: {teacher: t, prompts: {task: spell_backward}}}\n"
+                "train: {steps: 10, prompts_per_step: 1}\n"
+            )
+            await asyncio.to_thread(main, ["check", str(config), "--live"])
+
+    asyncio.run(scenario())
+    said = capsys.readouterr()
+    waiting = [line for line in (said.out + said.err).splitlines() if line.startswith("waiting")]
+    assert waiting == ["waiting for teacher t"], said
