@@ -7,7 +7,6 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,6 @@ def ray_here() -> Iterator[None]:
     ray.shutdown()
 
 
-class Notes:
-    """A `Startup` that keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def waiting(self, what: str) -> Any:
-        return nullcontext()
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 def rollouts(count: int, domains: list[str]) -> list[Rollout]:
     rng = random.Random(0)
 
@@ -58,6 +44,7 @@ def rollouts(count: int, domains: list[str]) -> list[Rollout]:
 def test_kill_minus_9_in_the_middle_of_a_step_loses_no_sample(
     ray_here: None, tmp_path: Path
 ) -> None:
+    from mopd.runtime.startup import Startup
     from mopd.runtime.teacher_fleet import TeacherFleet
 
     config = Config(
@@ -67,7 +54,8 @@ def test_kill_minus_9_in_the_middle_of_a_step_loses_no_sample(
         # Two domains share it: their samples go to it together.
         domains={"a": DomainConfig(teacher="caesar"), "b": DomainConfig(teacher="caesar")},
     )
-    notes = Notes()
+    notes: list[str] = []
+    startup = Startup(lambda waiting: None, notes.append, notes.append)
     samples = rollouts(200, ["a", "b"])
 
     async def scenario() -> tuple[Any, Any, Any]:
@@ -80,7 +68,7 @@ def test_kill_minus_9_in_the_middle_of_a_step_loses_no_sample(
             top_k=4,
         )
         try:
-            await fleet.start(notes)  # type: ignore[arg-type]
+            await fleet.start(startup)
             calm = await fleet.score(samples)
             pid = await fleet._keepers["caesar"].managed[0].pid()
             assert pid is not None
@@ -107,4 +95,4 @@ def test_kill_minus_9_in_the_middle_of_a_step_loses_no_sample(
         assert got.topk is not None and got.topk.ids.shape == (200, 4)
     assert metrics["teacher/caesar/restarts"] == 1 and metrics["teacher/caesar/paused_s"] == 0
     assert metrics["teacher/caesar/servers_up"] == 1
-    assert notes.notes == ["teacher caesar: its server has died; restart 1 of 3"]
+    assert notes == ["teacher caesar: its server has died; restart 1 of 3"]
