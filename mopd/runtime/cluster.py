@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +15,7 @@ from mopd.config.schema import Config
 from mopd.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+_CONNECT_S = 10.0
 
 
 @contextmanager
@@ -43,8 +45,9 @@ def ray_cluster(config: Config) -> Iterator[str]:
             )
     else:
         try:
+            _require_somebody(config.ray.address)
             ray.init(address=config.ray.address, **quiet)
-        except ConnectionError as error:
+        except (ConnectionError, TimeoutError, socket.gaierror) as error:
             raise ConfigError(
                 f"ray.address: no Ray cluster at {config.ray.address!r} ({error}); start one with "
                 "`ray start --head`, or leave ray.address out to run on this machine alone"
@@ -59,6 +62,13 @@ def ray_cluster(config: Config) -> Iterator[str]:
         yield LOOPBACK if config.ray.address is None else ray.util.get_node_ip_address()
     finally:
         ray.shutdown()
+
+
+def _require_somebody(address: str) -> None:
+    """Raises OSError where nothing listens at HOST:PORT; Ray goes on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
 @contextmanager
