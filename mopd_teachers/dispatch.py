@@ -40,6 +40,10 @@ DOWN = "down"  # the cause of a request that was not made, because the server ju
 T = TypeVar("T")
 
 
+class _FellIll(RequestError):
+    """A request was not made, because its server began to fail others while it waited."""
+
+
 class Dispatcher:
     """The servers of one teacher and the requests to them."""
 
@@ -156,7 +160,8 @@ class Dispatcher:
         at once when the first takes long: for questions that may be asked twice.
 
         A server that is busy (429) is asked again, after a pause, for up to ten deadlines: that is
-        no failure. With `divisible` a deadline that was missed is the caller's to deal with.
+        no failure, and neither is to have waited at a server that then failed others. With
+        `divisible` a deadline that was missed is the caller's to deal with.
         `retries`: None is the teacher's. `avoid`: a server that has just failed.
         """
         self._open()
@@ -177,6 +182,8 @@ class Dispatcher:
                 return await self._on(call, server, server.gets(reading))
             except RequestError as error:
                 error.at = server
+                if isinstance(error, _FellIll) and time.monotonic() < patience_ends:
+                    continue  # none of its tries; where no other is well it stands the trial
                 if error.cause == BUSY and time.monotonic() < patience_ends:
                     busy += 1
                     await self._wait_while_busy(error, busy)
@@ -206,7 +213,7 @@ class Dispatcher:
         try:
             async with server.admitted(tokens, expected=expected):
                 if server.on_trial:  # it fell ill while this request waited
-                    raise RequestError(DOWN, server.last_error, retry=True, blames=False)
+                    raise _FellIll(DOWN, server.last_error, retry=True, blames=False)
                 sent()
                 begin = time.perf_counter()
                 try:

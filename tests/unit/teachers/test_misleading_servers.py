@@ -410,3 +410,29 @@ def test_what_is_one_number_for_all() -> None:
     assert says_one_number(flat)
     assert not says_one_number({"a": TeacherScore(np.full(9, -0.1, np.float32))})
     assert not says_one_number({"a": TeacherFailure("x", "y")})
+
+
+def test_to_have_waited_at_a_server_that_failed_others_is_no_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three requests fail, one each, and the server rests; those behind them have not been made."""
+    monkeypatch.setattr(replica, "REST_S", 0.05)
+    failed = 0
+
+    async def spoil(request: web.Request, body: dict[str, Any]) -> web.Response | None:
+        nonlocal failed
+        failed += 1
+        return web.Response(status=500) if failed <= 3 else None
+
+    async def run() -> list[bool]:
+        async with FakeServer(fast=False, spoil=spoil) as server:
+            async with client(server, retries=0, concurrency=1) as teacher:
+                await teacher.probe()
+                server.armed = True
+                # From here on no probe may be spoiled in the place of a sample.
+                monkeypatch.setattr(teacher.servers[0], "went_away", lambda: None)
+                batch = [ScoreItem(f"0:{i}:0", (5, 6, i), (8, 9)) for i in range(6)]
+                scores = await teacher.score_batch(batch)
+                return [isinstance(scores[i.sample_id], TeacherScore) for i in batch]
+
+    assert asyncio.run(run()) == [False] * 3 + [True] * 3
