@@ -35,13 +35,16 @@ _LOOK_AGAIN_S = 0.05  # for a server that has nothing to do
 _BUSY_MAX_S = 30.0
 _BUSY_DEADLINES = 10  # deadlines of a request that a server may say for that it is busy
 
-DOWN = "down"  # the cause of a request that was not made, because the server just failed a trial
+DOWN = "down"
 
 T = TypeVar("T")
 
 
-class _FellIll(RequestError):
-    """A request was not made, because its server began to fail others while it waited."""
+class FellIll(RequestError):
+    """A request was not made, because its server failed others while it waited there."""
+
+    def __init__(self, server: Replica) -> None:
+        super().__init__(DOWN, server.last_error, retry=True, blames=False)
 
 
 class Dispatcher:
@@ -160,8 +163,8 @@ class Dispatcher:
         at once when the first takes long: for questions that may be asked twice.
 
         A server that is busy (429) is asked again, after a pause, for up to ten deadlines: that is
-        no failure, and neither is to have waited at a server that then failed others. With
-        `divisible` a deadline that was missed is the caller's to deal with.
+        no failure. Neither is to have waited at a server that then failed others, as long as
+        another is well. With `divisible` a deadline that was missed is the caller's to deal with.
         `retries`: None is the teacher's. `avoid`: a server that has just failed.
         """
         self._open()
@@ -182,8 +185,8 @@ class Dispatcher:
                 return await self._on(call, server, server.gets(reading))
             except RequestError as error:
                 error.at = server
-                if isinstance(error, _FellIll) and time.monotonic() < patience_ends:
-                    continue  # none of its tries; where no other is well it stands the trial
+                if isinstance(error, FellIll) and not all(s.on_trial for s in self._servers):
+                    continue  # another may do it, and none of its tries was made
                 if error.cause == BUSY and time.monotonic() < patience_ends:
                     busy += 1
                     await self._wait_while_busy(error, busy)
@@ -212,8 +215,8 @@ class Dispatcher:
         when its turn has come. `expected`: see `Replica.admitted`."""
         try:
             async with server.admitted(tokens, expected=expected):
-                if server.on_trial:  # it fell ill while this request waited
-                    raise _FellIll(DOWN, server.last_error, retry=True, blames=False)
+                if server.on_trial:
+                    raise FellIll(server)
                 sent()
                 begin = time.perf_counter()
                 try:
@@ -304,7 +307,7 @@ class Dispatcher:
             if not server.on_trial:
                 return  # another request found it well
             if server.resting:
-                raise RequestError(DOWN, server.last_error, retry=True, blames=False)
+                raise FellIll(server)
             try:
                 await require_same_model(self._quick, server)
             except RequestError as error:

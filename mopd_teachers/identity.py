@@ -14,7 +14,7 @@ import numpy as np
 
 from mopd_teachers import wire
 from mopd_teachers.cache import ScoreCache
-from mopd_teachers.dispatch import DOWN, Dispatcher
+from mopd_teachers.dispatch import Dispatcher, FellIll
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
 from mopd_teachers.replica import UNKNOWN, Endpoint, Replica
@@ -226,7 +226,7 @@ class KnownServers(Dispatcher):
                 if server.vouched:
                     return
                 if server.on_trial:  # as those found that came before
-                    raise RequestError(DOWN, server.last_error, retry=True, blames=False)
+                    raise FellIll(server)
                 try:
                     await self._meet_again(server)
                     return

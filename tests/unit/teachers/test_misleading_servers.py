@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -412,27 +413,50 @@ def test_what_is_one_number_for_all() -> None:
     assert not says_one_number({"a": TeacherFailure("x", "y")})
 
 
-def test_to_have_waited_at_a_server_that_failed_others_is_no_try(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Three requests fail, one each, and the server rests; those behind them have not been made."""
-    monkeypatch.setattr(replica, "REST_S", 0.05)
-    failed = 0
+class Sick(FakeServer):
+    """A plain server that fails its first `count` requests, of those after the probe."""
 
-    async def spoil(request: web.Request, body: dict[str, Any]) -> web.Response | None:
-        nonlocal failed
-        failed += 1
-        return web.Response(status=500) if failed <= 3 else None
+    def __init__(self, count: float) -> None:
+        super().__init__(fast=False, spoil=self._fail)
+        self.count = count
+
+    async def _fail(self, request: web.Request, body: dict[str, Any]) -> web.Response | None:
+        self.count -= 1
+        return web.Response(status=500) if self.count >= 0 else None
+
+
+def scored(servers: list[FakeServer], samples: int, **options: Any) -> list[bool]:
+    """Which of so many samples have their scores."""
 
     async def run() -> list[bool]:
-        async with FakeServer(fast=False, spoil=spoil) as server:
-            async with client(server, retries=0, concurrency=1) as teacher:
-                await teacher.probe()
+        async with AsyncExitStack() as stack:
+            for server in servers:
+                await stack.enter_async_context(server)
+            teacher = await stack.enter_async_context(client(*servers, concurrency=1, **options))
+            await teacher.probe()
+            for server, replica_of_it in zip(servers, teacher.servers, strict=True):
                 server.armed = True
-                # From here on no probe may be spoiled in the place of a sample.
-                monkeypatch.setattr(teacher.servers[0], "went_away", lambda: None)
-                batch = [ScoreItem(f"0:{i}:0", (5, 6, i), (8, 9)) for i in range(6)]
+                # A probe would be spoiled in the place of a sample.
+                replica_of_it.went_away = lambda: None  # type: ignore[method-assign]
+            batch = [ScoreItem(f"0:{i}:0", (5, 6, i), (8, 9)) for i in range(samples)]
+            async with asyncio.timeout(20):
                 scores = await teacher.score_batch(batch)
-                return [isinstance(scores[i.sample_id], TeacherScore) for i in batch]
+            return [isinstance(scores[i.sample_id], TeacherScore) for i in batch]
 
-    assert asyncio.run(run()) == [False] * 3 + [True] * 3
+    return asyncio.run(run())
+
+
+def test_to_have_waited_at_a_server_that_failed_others_is_no_try() -> None:
+    """Without retries the three are lost that were put to it, and none that waited behind them."""
+    assert sorted(scored([Sick(3), FakeServer(fast=False)], 12, retries=0)) == [False] * 3 + (
+        [True] * 9
+    )
+
+
+def test_a_lone_server_that_fails_everything_is_soon_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It passes each trial, which asks for no score: those that wait there must not wait until
+    each of them has failed by itself, one after each rest."""
+    monkeypatch.setattr(replica, "REST_S", 0.05)
+    assert scored([Sick(math.inf)], 24, retries=1) == [False] * 24
