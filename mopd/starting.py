@@ -10,7 +10,7 @@ from mopd.config.schema import DEVICE_TRANSPORTS
 from mopd.observe.progress import Progress
 from mopd.runtime.judge_pool import JudgePool
 from mopd.runtime.rollout_pool import RolloutPool
-from mopd.runtime.startup import Startup, all_or_first_error
+from mopd.runtime.startup import Startup, all_of
 from mopd.runtime.student_group import StudentGroup
 from mopd.runtime.teacher_fleet import TeacherFleet
 from mopd.system import System
@@ -46,39 +46,41 @@ async def start_system(
         with startup.waiting("verifiers"):
             await judge.ready()
 
-    await all_or_first_error(
-        start_judge(),
-        teachers.start(startup, extra=[reference] if reference else []),
-        engines.build(
-            startup,
-            log_dir=logs,
-            model=Path(student_config.model),
-            config=config.rollout,
-            dtype=student_config.dtype,
-            max_model_len=prepared.max_model_len,
-            valid_vocab=prepared.valid_vocab,
-            vocab_size=prepared.limits.vocab_size,
-            eos_token_ids=prepared.eos_token_ids,
-            seed=config.seed,
-            record_routes=student_config.routing_replay,
-            fp32_head=student_config.fp32_head,
-            transfer=transport if transport in DEVICE_TRANSPORTS else None,
-        ),
-        student.build(
-            startup,
-            log_dir=logs,
-            config=student_config,
-            objective=config.objective,
-            domains=list(config.domains),
-            total_steps=config.train.steps,
-            temperature=config.rollout.temperature,
-            valid_vocab=prepared.valid_vocab,
-            pad_id=prepared.eos_token_ids[0],
-            seed=config.seed,
-            epochs=config.train.epochs,
-            minibatches=config.train.minibatches,
-            teacher_folders=prepared.teachers_in_ranks(),
-        ),
+    await all_of(
+        [
+            start_judge(),
+            teachers.start(startup, extra=[reference] if reference else []),
+            engines.build(
+                startup,
+                log_dir=logs,
+                model=Path(student_config.model),
+                config=config.rollout,
+                dtype=student_config.dtype,
+                max_model_len=prepared.max_model_len,
+                valid_vocab=prepared.valid_vocab,
+                vocab_size=prepared.limits.vocab_size,
+                eos_token_ids=prepared.eos_token_ids,
+                seed=config.seed,
+                record_routes=student_config.routing_replay,
+                fp32_head=student_config.fp32_head,
+                transfer=transport if transport in DEVICE_TRANSPORTS else None,
+            ),
+            student.build(
+                startup,
+                log_dir=logs,
+                config=student_config,
+                objective=config.objective,
+                domains=list(config.domains),
+                total_steps=config.train.steps,
+                temperature=config.rollout.temperature,
+                valid_vocab=prepared.valid_vocab,
+                pad_id=prepared.eos_token_ids[0],
+                seed=config.seed,
+                epochs=config.train.epochs,
+                minibatches=config.train.minibatches,
+                teacher_folders=prepared.teachers_in_ranks(),
+            ),
+        ]
     )
     if transport in DEVICE_TRANSPORTS:
         with startup.waiting("weight transfer"):

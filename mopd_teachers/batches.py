@@ -7,7 +7,6 @@ slow server nor one long sample loses the others.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,8 +18,8 @@ from mopd_teachers.prefixes import Reading, prompts_together
 from mopd_teachers.replica import Replica
 from mopd_teachers.scores import Outcome, ScoreItem, TeacherFailure, TeacherScore, size_of
 from mopd_teachers.scoring import RESTARTED, score_at
+from mopd_teachers.together import all_of
 from mopd_teachers.transport import REFUSED, RequestError
-from mopd_teachers.waiting import all_of
 
 SEQUENCES_PER_REQUEST = 256
 BYTES_PER_REQUEST = 64 << 20
@@ -146,10 +145,7 @@ class Batches(KnownServers):
         if isinstance(outcome, TeacherFailure) and is_servers_fault(outcome.cause):
             return {item.sample_id: outcome for item in items}
         rest = [item for item in items if item is not shortest]
-        parts = await asyncio.gather(
-            *(self._score_chunk(part, top_k) for part in self._chunks(rest, top_k))
-        )
-        return first | {key: each for part in parts for key, each in part.items()}
+        return first | await self._scored(rest, top_k)
 
     async def _score_at(
         self, server: Replica, chunk: Sequence[ScoreItem], top_k: int

@@ -18,8 +18,9 @@ from mopd_teachers.dispatch import Dispatcher, FellIll
 from mopd_teachers.errors import TeacherError
 from mopd_teachers.probes import Needs, ProbeReport, probe_server, require_same_model
 from mopd_teachers.replica import UNKNOWN, Endpoint, Replica
+from mopd_teachers.together import all_of
 from mopd_teachers.transport import Ask, RequestError
-from mopd_teachers.waiting import all_of, wait_until_there
+from mopd_teachers.waiting import wait_until_there
 from mopd_teachers.watching import Watch
 
 _SAME_MODEL = 0.25

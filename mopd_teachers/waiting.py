@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 import aiohttp
 
@@ -19,10 +18,7 @@ from mopd_teachers.transport import Ask, RequestError
 
 POLL_S = 1.0
 REMIND_S = 30.0
-_BEGIN_AT_ONCE = 16
 _NOBODY = ("connection", "timeout", "http 502", "http 503", "http 504")
-
-T = TypeVar("T")
 
 
 async def wait_until_there(
@@ -64,20 +60,3 @@ async def _not_yet(ask: Ask, server: Replica) -> str | None:
     if isinstance(answer, dict) and answer.get("data") == []:
         return "it lists no model yet"
     return None
-
-
-async def all_of(parts: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each gives, in their order; the first error ends the others. They begin a few at a time,
-    so that what else is in flight goes on where a beginning takes long."""
-    tasks: list[asyncio.Task[T]] = []
-    try:
-        for part in parts:
-            tasks.append(asyncio.create_task(part))
-            if len(tasks) % _BEGIN_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -35,7 +35,7 @@ from mopd.observe.wording import duration
 from mopd.protocols import Sequences
 from mopd.runtime.cluster import ray_cluster
 from mopd.runtime.judge_pool import JudgePool
-from mopd.runtime.startup import all_or_first_error
+from mopd.runtime.startup import all_of
 from mopd.types import Prompt
 
 CHOICES_AT_ONCE = 256
@@ -139,7 +139,7 @@ class Answering:
             if self.asked:
                 self._progress.evaluation("held-out answers", 0, self.asked)
             slots = asyncio.Semaphore(engines_at_once(config))
-            await all_or_first_error(*(self._answer(work, judge, slots) for work in self.work))
+            await all_of(self._answer(work, judge, slots) for work in self.work)
 
     async def _answer(self, work: Work, judge: JudgePool, slots: asyncio.Semaphore) -> None:
         """Everything that is wanted of one model."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from mopd_teachers.together import all_of
+
+__all__ = ["Startup", "all_of"]
 
 
 class Startup:
@@ -33,15 +35,3 @@ class Startup:
             raise
         self._waiting.discard(what)
         self._show(set(self._waiting))
-
-
-async def all_or_first_error(*parts: Awaitable[Any]) -> None:
-    """Run all; at the first error cancel the rest and raise it."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

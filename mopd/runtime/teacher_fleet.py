@@ -20,7 +20,7 @@ from mopd.config.schema import Config, TeacherConfig
 from mopd.config.teachers import answering, members_of
 from mopd.errors import ModelError, TeacherError
 from mopd.protocols import TeacherFailed
-from mopd.runtime.startup import Startup, all_or_first_error
+from mopd.runtime.startup import Startup, all_of
 from mopd.runtime.teacher_actor import ManagedReplica, api_key_of, client_of, server_spec, wait_of
 from mopd.runtime.teacher_changes import TeacherChanges
 from mopd.runtime.teacher_keeper import TeacherKeeper
@@ -99,7 +99,7 @@ class TeacherFleet:
                 One given by URL is waited for as long as one of ours is.
         """
         self._changes.forget_earlier(startup.warn)
-        await all_or_first_error(*self._starts(startup, extra).values())
+        await all_of(self._starts(startup, extra).values())
         self._note, self._warn = startup.note, startup.warn
         self._write_registry()
 
