@@ -27,14 +27,13 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_teachers import KV_CACHE_GIB, ROOT, START_S
+from bench_teachers import KV_CACHE_GIB, ROOT, START_S, scored_in
 from mopd_teachers.client import Endpoint, TeacherClient
-from mopd_teachers.scores import ScoreItem, TeacherFailure
+from mopd_teachers.scores import ScoreItem
 from mopd_teachers.server import ServerProcess, ServerSpec
 
 WAYS = ("affinity", "spread", "none")
@@ -56,15 +55,9 @@ def groups_of(options: argparse.Namespace, rng: random.Random) -> list[list[Scor
     return groups
 
 
-async def scored_in(client: TeacherClient, groups: Sequence[Sequence[ScoreItem]]) -> float:
+async def all_scored_in(client: TeacherClient, groups: Sequence[Sequence[ScoreItem]]) -> float:
     """Seconds until every sample has its score."""
-    begin = time.perf_counter()
-    answers = await asyncio.gather(*(client.score_batch(group) for group in groups))
-    seconds = time.perf_counter() - begin
-    for outcome in (each for answer in answers for each in answer.values()):
-        if isinstance(outcome, TeacherFailure):
-            raise SystemExit(f"a sample has no score: {outcome.detail}")
-    return seconds
+    return max(await asyncio.gather(*(scored_in(client, group, 0) for group in groups)))
 
 
 async def measure(
@@ -85,14 +78,14 @@ async def measure(
     try:
         for client in clients.values():
             await client.probe()
-            await scored_in(client, groups_of(options, rng)[:2])
+            await all_scored_in(client, groups_of(options, rng)[:2])
         for server in clients["spread"].servers:
             server.prefixes = None
         before = {way: clients[way].metrics()["prefix_tokens"] for way in WAYS}
         for number in range(options.rounds):
             # Who comes after whom matters: a server that had nothing to do starts slower.
             for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
-                seconds[way].append(await scored_in(clients[way], groups_of(options, rng)))
+                seconds[way].append(await all_scored_in(clients[way], groups_of(options, rng)))
                 say(f"{way}: {seconds[way][-1]:.2f} s")
         cached = {way: clients[way].metrics()["prefix_tokens"] - before[way] for way in WAYS}
     finally:

@@ -47,7 +47,7 @@ def ray_cluster(config: Config) -> Iterator[str]:
         try:
             _require_somebody(config.ray.address)
             ray.init(address=config.ray.address, **quiet)
-        except (ConnectionError, TimeoutError, socket.gaierror) as error:
+        except OSError as error:
             raise ConfigError(
                 f"ray.address: no Ray cluster at {config.ray.address!r} ({error}); start one with "
                 "`ray start --head`, or leave ray.address out to run on this machine alone"
